@@ -1,0 +1,218 @@
+"""Models on disk: one safetensors file of tensors with its JSON inside; never a pickle.
+
+A file is written beside its place and moved there whole, so that a crash, a kill or a full
+disk leaves the previous one as it was. The authors' `.pth` files are read as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from p3net.counting import Counter
+from p3net.errors import InputError
+from p3net.intervals import PUBLISHED, Intervals
+from p3net.network.backbone import read_weights
+from p3net.network.p3net import Architecture, P3Net
+from p3net.network.regressor import Regressor, RegressorArchitecture
+
+FORMAT = 1
+"""Version of the files written here."""
+
+NAMES = ("model.safetensors", "best.safetensors", "last.safetensors")
+"""What `load` looks for in a run's folder, in this order."""
+
+AUTHORS = Architecture(grid="authors", tokens="zeros", decoders="copies")
+"""The network of the authors' code; branch 1 uses the published table called branch 1."""
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write tensors and JSON to one file, atomically and durably."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    record = {"format": FORMAT, **metadata}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(ready, temporary, {"p3net": json.dumps(record)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(
+            f"could not be written ({error}); free some space or choose another folder. "
+            + ("The previous checkpoint is intact." if path.exists() else "Nothing was there."),
+            source=path,
+        ) from error
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON of a file that `write` wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        record = json.loads(metadata["p3net"])
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise InputError("no such checkpoint", source=path) from None
+    except KeyError:
+        raise InputError("a safetensors file, but not a checkpoint of p3net", source=path) from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"damaged checkpoint: {error}", source=path) from None
+    if record.get("format") != FORMAT:
+        raise InputError(
+            f"format {record.get('format')} is not known to this version, which reads {FORMAT}",
+            source=path,
+        )
+    return tensors, record
+
+
+# --- networks ----------------------------------------------------------------------------------
+
+
+def describe(network: nn.Module) -> dict[str, Any]:
+    """What is needed to build a network again, as JSON: its architecture and its intervals."""
+    if isinstance(network, P3Net):
+        pair = [each.to_dict() for each in network.intervals]
+        return {"architecture": network.architecture.model_dump(), "intervals": pair}
+    if isinstance(network, Regressor):
+        return {"architecture": network.architecture.model_dump()}
+    raise InputError(f"a {type(network).__name__} cannot be saved")
+
+
+def build(record: Mapping[str, Any], *, source: Path | None = None) -> P3Net | Regressor:
+    """The inverse of `describe`, with fresh weights."""
+    try:
+        architecture = dict(record["architecture"])
+        if architecture.get("kind") == "regressor":
+            return Regressor(RegressorArchitecture(**architecture))
+        one, two = map(Intervals.from_dict, record["intervals"])
+        return P3Net(Architecture(**architecture), (one, two))
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise InputError(f"the description of the network is damaged: {error}", source=source) from None
+
+
+def save(path: Path, network: nn.Module, metadata: Mapping[str, Any]) -> None:
+    """A network that `load` can read, with whatever is worth knowing of it."""
+    tensors = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+    write(path, _unshared(tensors), {**metadata, "network": describe(network)})
+
+
+def load(path: str | Path) -> Counter:
+    """A model ready to count: a run's folder, a weights file, or a `.pth` of the authors' code."""
+    path = Path(path)
+    if path.is_dir():
+        found = next((path / name for name in NAMES if (path / name).is_file()), None)
+        if found is None:
+            raise InputError(f"no model in this folder; looked for {', '.join(NAMES)}", source=path)
+        path = found
+    if path.suffix == ".safetensors":
+        tensors, record = read(path)
+        network = build(record.get("network", {}), source=path)
+        fill(network, tensors, "average." if any(map(_averaged, tensors)) else "network.", path)
+        side = record.get("preparation", {}).get("max_shorter_side", 2048)
+        return Counter(network.eval(), max_shorter_side=side, metadata=record)
+    weights = read_weights(path)
+    if not is_authors(weights):
+        raise InputError(
+            "neither a checkpoint of p3net nor of the authors' code; it begins with "
+            + ", ".join(list(weights)[:3]),
+            source=path,
+        )
+    return Counter(from_authors(weights, source=path), metadata={"origin": "authors"})
+
+
+def fill(network: nn.Module, tensors: Mapping[str, Tensor], prefix: str, source: Path) -> None:
+    """Load the tensors under a prefix into a network; all must be there and fit."""
+    own = network.state_dict()
+    state = {name: tensors.get(prefix + name) for name in own}
+    state = {**state, **_same_storage(own, state)}
+    wrong = [n for n, tensor in state.items() if tensor is None or tensor.shape != own[n].shape]
+    if wrong:
+        raise InputError(
+            f"{len(wrong)} of {len(own)} tensors are missing or of another shape, "
+            f"first {wrong[0]}: these are weights of another network",
+            source=source,
+        )
+    network.load_state_dict(state)
+
+
+def _averaged(name: str) -> bool:
+    return name.startswith("average.")
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One name for tensors that two names share (branches with common tokens or decoders)."""
+    kept: dict[str, Tensor] = {}
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.numel())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor
+    return kept
+
+
+def _same_storage(
+    own: Mapping[str, Tensor], state: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """For the missing second name of a shared tensor, what its first name holds."""
+    first: dict[int, str] = {}
+    for name, tensor in own.items():
+        first.setdefault(tensor.data_ptr(), name)
+    return {
+        name: state[first[tensor.data_ptr()]]
+        for name, tensor in own.items()
+        if state[name] is None and tensor.numel()
+    }
+
+
+# --- the authors' checkpoints ------------------------------------------------------------------
+
+
+def is_authors(weights: Mapping[str, Tensor]) -> bool:
+    """Whether a state dict looks like the authors'."""
+    return "count_query1" in weights and "count_query2" in weights
+
+
+def from_authors(weights: Mapping[str, Tensor], *, source: Path | None = None) -> P3Net:
+    """The network of a state dict of the authors' code, ready to count.
+
+    Their names: `features.N.*`, `decoder{1,2}.layers.{i}.*`, `count_query{1,2}` (C×1×d).
+    """
+    tensors = {}
+    for name, tensor in weights.items():
+        own = _own_name(name)
+        tensors[own] = tensor.squeeze(1) if own.startswith("tokens.") else tensor
+    layers = {name.split(".")[3] for name in tensors if name.startswith("decoders.0.layers.")}
+    network = P3Net(AUTHORS.model_copy(update={"layers": max(len(layers), 1)}), PUBLISHED)
+    constants = {name: t for name, t in network.state_dict().items() if name not in tensors}
+    tensors |= {n: t for n, t in constants.items() if n.endswith((".mean", ".deviation"))}
+    fill(network, tensors, "", source or Path("state dict"))
+    return network.eval()
+
+
+def _own_name(name: str) -> str:
+    for branch, index in (("1", "0"), ("2", "1")):
+        name = name.replace(f"decoder{branch}.", f"decoders.{index}.")
+        name = name.replace(f"count_query{branch}", f"tokens.{index}")
+    return f"backbone.{name}" if name.startswith("features.") else name
+
+
+def versions() -> dict[str, str]:
+    """What made a file: versions of the package and of what its numbers depend on."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("p3net", "numpy", "pillow", "scipy", "torch")}

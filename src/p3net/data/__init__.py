@@ -1,0 +1,1 @@
+"""Images with points: every layout people hold, read, checked, split and fed."""

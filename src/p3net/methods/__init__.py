@@ -1,0 +1,1 @@
+"""Ways to learn: a method owns the model and returns named, unweighted losses."""

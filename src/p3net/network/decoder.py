@@ -1,0 +1,107 @@
+"""The transformer decoder that refines density tokens by the image's features (eq:attn).
+
+Post-norm layers of self-attention among the tokens, cross-attention to the feature map and a
+feed-forward network, without positional encoding. Parameter names are those of
+`torch.nn.TransformerDecoder`, so that the authors' checkpoints load.
+
+Shapes: B images, C tokens, N positions of the feature map, d channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from p3net.errors import InputError
+
+
+class Attention(nn.Module):
+    """Multi-head attention: queries B×C×d over a memory B×N×d."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if width % heads:
+            raise InputError(f"{heads} heads do not divide {width} channels")
+        self.heads = heads
+        self.dropout = dropout
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        """B×C×d, B×N×d → B×C×d."""
+        q, k, v = self._project(query, memory)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0
+        )
+        return cast(Tensor, self.out_proj(mixed.transpose(1, 2).flatten(2)))
+
+    def weights(self, query: Tensor, memory: Tensor) -> Tensor:
+        """How much each query attends to each position, mean over heads: B×C×N, rows sum to 1."""
+        q, k, _ = self._project(query, memory)
+        return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1).mean(1)
+
+    def _project(self, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values split into heads: B×heads×·×d/heads."""
+        width = query.shape[-1]
+        q = F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width])
+        kv = F.linear(memory, self.in_proj_weight[width:], self.in_proj_bias[width:])
+        k, v = kv.split(width, dim=-1)
+        return self._split(q), self._split(k), self._split(v)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, cross-attention, feed-forward; each added and then normalised."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = Attention(width, heads, dropout)
+        self.multihead_attn = Attention(width, heads, dropout)
+        self.linear1 = nn.Linear(width, hidden)
+        self.linear2 = nn.Linear(hidden, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.norm3 = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """B×C×d, B×N×d → the refined tokens, and the queries its cross-attention used."""
+        asked = self.norm1(tokens + self.dropout(self.self_attn(tokens, tokens)))
+        tokens = self.norm2(asked + self.dropout(self.multihead_attn(asked, memory)))
+        hidden = self.dropout(F.relu(self.linear1(tokens)))
+        return self.norm3(tokens + self.dropout(self.linear2(hidden))), asked
+
+
+class Decoder(nn.Module):
+    """L layers: density tokens T and features F → refined tokens T̃."""
+
+    def __init__(self, layers: int, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DecoderLayer(width, heads, hidden, dropout) for _ in range(layers)
+        )
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """B×C×d tokens, B×d×h×w features → B×C×d."""
+        memory = features.flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            tokens, _ = layer(tokens, memory)
+        return tokens
+
+    def attention_maps(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Cross-attention of every layer and token, mean over heads: B×L×C×h×w (fig:viz)."""
+        memory = features.flatten(2).transpose(1, 2)
+        maps = []
+        for layer in self.layers:
+            tokens, asked = layer(tokens, memory)
+            maps.append(cast(DecoderLayer, layer).multihead_attn.weights(asked, memory))
+        return torch.stack(maps, dim=1).unflatten(-1, features.shape[-2:])
