@@ -72,11 +72,15 @@ def peak_extra_mb(points: int, size: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
     generator = torch.Generator().manual_seed(0)
-    print(f"{'size':>5} {'points':>7} {'ours ms':>9} {'(a)/ours':>9} {'(b)/ours':>9} {'L1 to (b)':>9}")
+    print(
+        f"{'size':>5} {'points':>7} {'ours ms':>9} {'(a)/ours':>9} {'(b)/ours':>9} {'L1 to (b)':>9}"
+    )
     for size in SIZES:
         for count in POINTS:
             points = torch.rand(count, 2, generator=generator, dtype=torch.float64) * (size - 1)

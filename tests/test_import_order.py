@@ -9,16 +9,21 @@ import p3net
 
 ROOT = Path(p3net.__file__).parent
 
-ORDER = """
-errors randomness structures intervals targets
-data.layout data.images data.readers data.annotations data.exports data.formats data.synthetic
-data.catalogue data.splits data.checking data.transforms data.cache data.loading
-network.winograd network.fusion network.backbone network.decoder network.p3net network.regressor
-network.cost
-losses.pdm losses.ecr losses.pointwise losses.bayesian losses.transport losses.ranking
-methods.base methods.supervised methods.p3net
-metrics counting evaluation checkpoint experiment training demo
-""".split()
+# fmt: off
+ORDER = (
+    "errors", "randomness", "structures", "intervals", "targets",
+    "data.layout", "data.images", "data.matfile", "data.readers", "data.annotations",
+    "data.folders", "data.exports", "data.formats", "data.sprites", "data.scenery",
+    "data.synthetic", "data.catalogue", "data.splits", "data.checking", "data.transforms",
+    "data.cache", "data.loading",
+    "network.winograd", "network.fusion", "network.backbone", "network.decoder", "network.p3net",
+    "network.regressor", "network.cost",
+    "losses.pdm", "losses.ecr", "losses.pointwise", "losses.bayesian", "losses.transport",
+    "losses.ranking",
+    "methods.base", "methods.supervised", "methods.p3net",
+    "metrics", "counting", "evaluation", "checkpoint", "training", "experiment",
+)
+# fmt: on
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)

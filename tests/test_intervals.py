@@ -1,5 +1,6 @@
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_wrong_records_and_shapes_are_refused() -> None:
 def products(cells: np.ndarray, intervals: Intervals) -> np.ndarray:
     """(cells in the interval) × (length) for the foreground intervals, by a slow count."""
     edges = [*intervals.borders, cells.max()]
-    number = [((cells > a) & (cells <= b)).sum() for a, b in zip(edges, edges[1:], strict=False)]
+    number = [((cells > a) & (cells <= b)).sum() for a, b in pairwise(edges)]
     return np.array(number) * np.diff(edges)
 
 
@@ -106,7 +107,9 @@ def test_uep_makes_the_product_constant() -> None:
 def test_uniform_length_and_number() -> None:
     cells = np.random.default_rng(2).uniform(0.01, 2, 100_000)
     _, length = fit(cells, partition="uniform-length", count=11)
-    np.testing.assert_allclose(np.diff([*length.borders, cells.max()]), (cells.max() - BACKGROUND) / 10)
+    np.testing.assert_allclose(
+        np.diff([*length.borders, cells.max()]), (cells.max() - BACKGROUND) / 10
+    )
     _, number = fit(cells, partition="uniform-number", count=11)
     counts = np.bincount(number.label(torch.from_numpy(cells)).numpy())[1:]
     assert set(counts) == {10_000}

@@ -12,7 +12,9 @@ from p3net.errors import InputError
 from p3net.targets import adaptive_sigma, densities, density, grid_hw
 
 
-def reference(points: np.ndarray, size_hw: tuple[int, int], sigma: np.ndarray, cell: int = 8) -> np.ndarray:
+def reference(
+    points: np.ndarray, size_hw: tuple[int, int], sigma: np.ndarray, cell: int = 8
+) -> np.ndarray:
     """Cell masses by scipy's normal distribution over the whole grid, a point at a time."""
     rows, columns = -(-size_hw[0] // cell), -(-size_hw[1] // cell)
     total = np.zeros((rows, columns))

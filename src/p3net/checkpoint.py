@@ -100,7 +100,9 @@ def build(record: Mapping[str, Any], *, source: Path | None = None) -> P3Net | R
         one, two = map(Intervals.from_dict, record["intervals"])
         return P3Net(Architecture(**architecture), (one, two))
     except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise InputError(f"the description of the network is damaged: {error}", source=source) from None
+        raise InputError(
+            f"the description of the network is damaged: {error}", source=source
+        ) from None
 
 
 def save(path: Path, network: nn.Module, metadata: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ class Counter:
         training = self.network.training
         self.network.eval()
         try:
-            return cast(Output, self.network(images))
+            return cast("Output", self.network(images))
         finally:
             self.network.train(training)
 

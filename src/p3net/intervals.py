@@ -99,7 +99,7 @@ class Intervals:
                 f"got shape {tuple(probabilities.shape)}"
             )
         values = torch.tensor(self.values, dtype=probabilities.dtype, device=probabilities.device)
-        return torch.tensordot(probabilities.movedim(dim, -1), values.pow(power), dims=1)
+        return probabilities.movedim(dim, -1) @ values.pow(power)
 
     def to_dict(self) -> dict[str, list[float]]:
         """Plain lists, for JSON; every bit of the numbers is kept."""
@@ -207,7 +207,7 @@ def _uniform_length(cells: NDArray[np.float64], count: int) -> list[float]:
 def _uniform_number(cells: NDArray[np.float64], count: int) -> list[float]:
     """UniformNum: the same number of cells in every interval, as far as ties allow."""
     ranks = np.arange(1, count) * len(cells) // count - 1
-    return sorted({float(cells[max(rank, 0)]) for rank in ranks} - {float(cells[-1])})
+    return sorted({float(cells[max(int(rank), 0)]) for rank in ranks} - {float(cells[-1])})
 
 
 PARTITIONS: dict[str, Edges] = {
@@ -219,7 +219,11 @@ PARTITIONS: dict[str, Edges] = {
 
 
 def fit(
-    cells: ArrayLike | Tensor, *, partition: str = "uep", count: int = COUNT, interleaved: bool = True
+    cells: ArrayLike | Tensor,
+    *,
+    partition: str = "uep",
+    count: int = COUNT,
+    interleaved: bool = True,
 ) -> Pair:
     """Fit both branches' intervals to target cells (of the labelled images only).
 
@@ -265,7 +269,7 @@ def fit(
 def _with_means(inner: list[float], foreground: NDArray[np.float64]) -> Intervals:
     """Borders [background, *inner] less those of empty intervals, and the mean of each interval."""
     borders, values = [BACKGROUND], [0.0]
-    start = 0
+    start, upper = 0, BACKGROUND
     for border in (*inner, math.inf):
         end = int(np.searchsorted(foreground, border, side="right"))
         if end == start:

@@ -31,7 +31,9 @@ def as_points(values: ArrayLike, *, source: str | Path | None = None) -> Points:
     try:
         points = np.array(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise InputError(f"points must be numbers, two a row (x y): {error}", source=source) from None
+        raise InputError(
+            f"points must be numbers, two a row (x y): {error}", source=source
+        ) from None
     if points.size == 0:
         points = points.reshape(0, 2)
     if points.ndim != 2 or points.shape[1] != 2:
@@ -95,7 +97,9 @@ class Sample:
         if not self.name:
             raise InputError("an image needs a name", source=self.path)
         if self.split not in ("train", "val", "test"):
-            raise InputError(f"unknown split {self.split!r}; use train, val or test", source=self.name)
+            raise InputError(
+                f"unknown split {self.split!r}; use train, val or test", source=self.name
+            )
 
     @property
     def key(self) -> str:
@@ -163,7 +167,9 @@ class Dataset:
         keys = tuple(keys)
         missing = [key for key in keys if key not in by_key]
         if missing:
-            raise InputError(f"{len(missing)} images not found, first {missing[0]}", source=self.root)
+            raise InputError(
+                f"{len(missing)} images not found, first {missing[0]}", source=self.root
+            )
         return replace(self, samples=tuple(by_key[key] for key in keys))
 
 

@@ -38,9 +38,11 @@ class Term(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weight: float = Field(1.0, ge=0)
-    start: int = Field(0, ge=0, description="first step that it counts")
-    ramp: int = Field(0, ge=0, description="steps over which the weight grows to its full size")
+    weight: float = Field(default=1.0, ge=0)
+    start: int = Field(default=0, ge=0, description="first step that it counts")
+    ramp: int = Field(
+        default=0, ge=0, description="steps over which the weight grows to its full size"
+    )
 
     def at(self, step: int) -> float:
         """The weight in a step.
@@ -59,24 +61,30 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(20_000, ge=1)
+    steps: int = Field(default=20_000, ge=1)
     optimiser: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = Field(1e-5, gt=0)
-    backbone_factor: float = Field(1.0, ge=0, description="backbone's share of the learning rate")
-    weight_decay: float = Field(0.0, ge=0)
+    learning_rate: float = Field(default=1e-5, gt=0)
+    backbone_factor: float = Field(
+        default=1.0, ge=0, description="backbone's share of the learning rate"
+    )
+    weight_decay: float = Field(default=0.0, ge=0)
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
-    clip: float | None = Field(None, gt=0, description="largest norm of the gradient")
-    average: float = Field(0.0, ge=0, lt=1, description="decay of averaged weights; 0 for none")
-    accumulate: int = Field(1, ge=1, description="batches whose gradients make one step")
+    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient")
+    average: float = Field(
+        default=0.0, ge=0, lt=1, description="decay of averaged weights; 0 for none"
+    )
+    accumulate: int = Field(default=1, ge=1, description="batches whose gradients make one step")
     precision: Literal["float32", "bfloat16"] = "float32"
     channels_last: bool = False
-    freeze: int = Field(0, ge=0, description="blocks of the backbone, from below, left as they are")
+    freeze: int = Field(
+        default=0, ge=0, description="blocks of the backbone, from below, left as they are"
+    )
     terms: dict[str, Term] = Field(default_factory=lambda: {"ecr": Term(weight=0.01)})
-    validate_every: int = Field(500, ge=1)
-    save_every: int = Field(200, ge=1)
+    validate_every: int = Field(default=500, ge=1)
+    save_every: int = Field(default=200, ge=1)
     choose: Literal["best", "last"] = "best"
-    workers: int = Field(1, ge=0, description="loading processes")
+    workers: int = Field(default=1, ge=0, description="loading processes")
 
     def weight(self, name: str, step: int) -> float:
         """The weight of a loss in a step; 1 for a loss that `terms` does not name."""
@@ -115,7 +123,7 @@ class Progress:
     waited: float = 0.0
 
 
-class Diverged(InputError):
+class DivergedError(InputError):
     """A loss is no longer a finite number."""
 
 
@@ -275,7 +283,7 @@ def train(
 def _begin(method: Method, recipe: Recipe, world: World) -> Run:
     method.to(world.device)
     if recipe.channels_last:
-        cast(Any, method).to(memory_format=torch.channels_last)
+        cast("Any", method).to(memory_format=torch.channels_last)
     backbone = method.network.backbone
     assert isinstance(backbone, Backbone)  # noqa: S101 (every network of this package has one)
     for block in backbone.blocks()[: recipe.freeze]:
@@ -322,10 +330,7 @@ def _step(
         ):
             result: Losses = wrapped(step, divisors)
         _guard(result, step)
-        weighed = [
-            recipe.weight(name, run.step) * term
-            for name, term in result.terms.items()
-        ]
+        weighed = [recipe.weight(name, run.step) * term for name, term in result.terms.items()]
         # Processes' gradients are averaged, but each divided by the whole step's images.
         total = torch.stack(weighed).sum() * world.size / recipe.accumulate
         total.backward()  # type: ignore[no-untyped-call]
@@ -334,7 +339,9 @@ def _step(
             summed[name] = summed.get(name, 0.0) + part
         records = dict(result.records)
     if recipe.clip is not None:
-        records["gradient"] = float(nn.utils.clip_grad_norm_(_parameters(run.optimiser), recipe.clip))
+        records["gradient"] = float(
+            nn.utils.clip_grad_norm_(_parameters(run.optimiser), recipe.clip)
+        )
     for group in run.optimiser.param_groups:
         group["lr"] = recipe.learning_rate * recipe.rate(run.step) * group["factor"]
     run.optimiser.step()
@@ -350,9 +357,11 @@ def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _follow(average: nn.Module, network: nn.Module, decay: float, step: int) -> None:
-    """average ← d·average + (1−d)·network, with d rising to `decay` over the first steps."""
+    """Average ← d·average + (1−d)·network, with d rising to `decay` over the first steps."""
     keep = min(decay, (1 + step) / (10 + step))
-    for own, other in zip(average.state_dict().values(), network.state_dict().values(), strict=True):
+    for own, other in zip(
+        average.state_dict().values(), network.state_dict().values(), strict=True
+    ):
         if own.is_floating_point():
             own.lerp_(other, 1 - keep)
         else:
@@ -363,7 +372,7 @@ def _guard(losses: Losses, step: Step) -> None:
     bad = [name for name, term in losses.terms.items() if not bool(torch.isfinite(term))]
     if bad:
         names = [n for batch in (step.labelled, step.unlabelled) if batch for n in batch.names]
-        raise Diverged(
+        raise DivergedError(
             f"{' and '.join(bad)} became NaN or infinite in step {step.index + 1} on "
             f"{', '.join(names)}; the last checkpoint is kept. Lower learning_rate, or set clip"
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +233,10 @@ def test_mats_of_the_wrong_structure(tmp_path):
         cell[0, 0] = inner
         scipy.io.savemat(file, {"image_info": cell})
         expect_marks_error(first, file, words)
+    for number in (np.nan, np.inf, "two", [[1, 2]], []):
+        inner[0, 0]["location"], inner[0, 0]["number"] = np.ones((1, 2)), number
+        scipy.io.savemat(file, {"image_info": cell})
+        expect_marks_error(first, file, "expected image_info")
 
 
 def test_files_that_are_no_mats(tmp_path):
@@ -242,49 +244,25 @@ def test_files_that_are_no_mats(tmp_path):
     file = root / "part_A/train_data/ground_truth/GT_IMG_2.mat"
     second = read("sha", root).samples[1]
     whole = file.read_bytes()
-    for content in (
-        b"",
-        b"\x89PNG",
-        b"x y\n1 2\n" * 40,
-        whole[: len(whole) // 2],
-        whole[:200],
-        b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(900),
+    for content, words in (
+        (b"", "not a .mat file"),
+        (b"\x89PNG", "not a .mat file"),
+        (b"x y\n1 2\n" * 40, "not a .mat file"),
+        (whole[: len(whole) // 2], "damaged .mat file"),
+        (whole[:200], "damaged .mat file"),
+        (b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(900), "MATLAB 7.3"),
     ):
         write(file, content)
-        expect_marks_error(second, file, "not a .mat file")
+        expect_marks_error(second, file, words)
     file.unlink()
     expect_marks_error(second, file, "cannot read the annotation")
 
 
-def test_a_mat_that_inflates_is_refused(tmp_path, monkeypatch):
+def test_an_annotation_too_long_is_not_read(tmp_path, monkeypatch):
     root = shanghaitech(tmp_path)
-    file = root / "part_A/train_data/ground_truth/GT_IMG_1.mat"
-    bomb = zlib.compress(bytes(200_000))
-    header = b"MATLAB 5.0 MAT-file".ljust(124) + b"\x00\x01IM"
-    write(file, header + struct.pack("<II", 15, len(bomb)) + bomb)
+    file = write(root / "part_A/train_data/ground_truth/GT_IMG_1.mat", bytes(100_001))
     monkeypatch.setattr(readers, "_MAX_ANNOTATION_BYTES", 100_000)
-    expect_marks_error(read("sha", root).samples[0], file, "too large when it is unpacked")
-    write(file, bytes(100_001))
     expect_marks_error(read("sha", root).samples[0], file, "too many for an annotation")
-
-
-def test_random_damage_to_a_mat_gives_marks_or_a_clear_error(tmp_path):
-    root = shanghaitech(tmp_path)
-    file = root / "part_A/train_data/ground_truth/GT_IMG_2.mat"
-    second = read("sha", root).samples[1]
-    whole = file.read_bytes()
-    rng = np.random.default_rng(0)
-    failures = 0
-    for _ in range(100):
-        content = bytearray(whole)
-        for position in rng.integers(0, len(content), 3):
-            content[position] = rng.integers(256)
-        write(file, bytes(content))
-        try:
-            second.marks()
-        except InputError as caught:
-            failures += caught.source == str(file)
-    assert failures > 20
 
 
 # --- UCF-QNRF ---------------------------------------------------------------------------

@@ -52,7 +52,13 @@ def cost(
     ]
     console.print(
         table(
-            ("model", "parameters", "multiply-adds", "parameters (modules only)", "multiply-adds (modules only)"),
+            (
+                "model",
+                "parameters",
+                "multiply-adds",
+                "parameters (modules only)",
+                "multiply-adds (modules only)",
+            ),
             rows,
             title=f"One image of {size}×{size}",
         )

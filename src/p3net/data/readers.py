@@ -77,7 +77,9 @@ def _read_shanghaitech(part: str, path: Path) -> Dataset:
 def _read_shanghaitech_mat(path: Path) -> Marks:
     variables = read_mat(_read_bytes(path), source=path)
     match variables.get("image_info"):
-        case [[{"location": location, "number": np.ndarray(size=1) as number}]]:
+        case [[{"location": location, "number": np.ndarray(size=1) as number}]] if np.isfinite(
+            number.astype(np.float64)
+        ).all():
             return Marks(_number_pairs(location, path), declared=int(number.item()))
     raise InputError(
         "expected image_info{1,1} with the fields location (N×2) and number, as ShanghaiTech "

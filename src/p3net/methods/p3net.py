@@ -40,7 +40,7 @@ class P3NetMethod(Supervised):
     def forward(self, step: Step, divisors: Divisors) -> Losses:
         """The labelled loss under its name, and "ecr"; one pass through the network for both."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
-        output = cast(Output, self.network(torch.cat([batch.images for batch in batches])))
+        output = cast("Output", self.network(torch.cat([batch.images for batch in batches])))
         terms: dict[str, Tensor] = {}
         records: dict[str, float] = {}
         labelled = len(step.labelled) if step.labelled is not None else 0
@@ -52,7 +52,9 @@ class P3NetMethod(Supervised):
             terms["ecr"], records = self.unlabelled_loss(part, divisors)
         return Losses(terms, records)
 
-    def unlabelled_loss(self, output: Output, divisors: Divisors) -> tuple[Tensor, dict[str, float]]:
+    def unlabelled_loss(
+        self, output: Output, divisors: Divisors
+    ) -> tuple[Tensor, dict[str, float]]:
         """Mean over the step's unlabelled images of ECR (eq:consistency), and where it acts."""
         (p, q), (first, second) = output.probabilities, output.expectations
         mask = confidence_mask(p, q, self.threshold)

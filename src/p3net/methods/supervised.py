@@ -83,7 +83,7 @@ class Supervised(Method):
         """The loss under its own name; unlabelled crops are not looked at."""
         if step.labelled is None:
             return Losses({})
-        output = cast(Output, self.network(step.labelled.images))
+        output = cast("Output", self.network(step.labelled.images))
         return Losses({self.loss: self.labelled_loss(output, step.labelled, divisors)})
 
     def labelled_loss(self, output: Output, batch: Batch, divisors: Divisors) -> Tensor:
@@ -92,7 +92,7 @@ class Supervised(Method):
         target = densities(_points(batch), size_hw, sigma=self.sigma)
         target = target.to(output.density.device)
         intervals = getattr(self.network, "intervals", None)
-        each = LABELLED[self.loss](output, batch, target, cast(Pair, intervals))
+        each = LABELLED[self.loss](output, batch, target, cast("Pair", intervals))
         if self.per_cell:
             each = each / target[0].numel()
         return each.sum() / divisors.labelled

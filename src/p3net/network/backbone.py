@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +165,7 @@ class Lite0(Backbone):
     # kernel, stride, expansion, outputs, repeats; the strides 8, 16 and 32 end after these blocks
     plan = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3),
             (5, 1, 6, 112, 3), (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))  # fmt: skip
-    taps = {4: 40, 10: 112, 15: 320}
+    taps = MappingProxyType({4: 40, 10: 112, 15: 320})
 
     def __init__(self) -> None:
         super().__init__(mean=(0.5,) * 3, deviation=(0.5,) * 3)
@@ -211,7 +212,9 @@ class Lite0(Backbone):
 class _SameConv(nn.Conv2d):
     """Convolution without bias whose padding is that of the published weights (TensorFlow's)."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, groups: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int, groups: int = 1
+    ) -> None:
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
         total = kernel - stride  # for inputs that the stride divides
         self.pads = (total // 2, total - total // 2) * 2
@@ -243,10 +246,10 @@ class _InvertedBottleneck(nn.Module):
         self._bn2 = _frozen_norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
+        y: Tensor = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
         y = F.relu6(self._bn1(self._depthwise_conv(y)))
         y = self._bn2(self._project_conv(y))
-        return x + y if self.adds else y
+        return torch.add(x, y) if self.adds else y
 
 
 BACKBONES: dict[str, Callable[[], Backbone]] = {"vgg19": VGG19, "lite0": Lite0, "small": Small}

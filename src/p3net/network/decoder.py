@@ -40,7 +40,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout if self.training else 0.0
         )
-        return cast(Tensor, self.out_proj(mixed.transpose(1, 2).flatten(2)))
+        return cast("Tensor", self.out_proj(mixed.transpose(1, 2).flatten(2)))
 
     def weights(self, query: Tensor, memory: Tensor) -> Tensor:
         """How much each query attends to each position, mean over heads: B×C×N, rows sum to 1."""
@@ -52,11 +52,11 @@ class Attention(nn.Module):
         width = query.shape[-1]
         q = F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width])
         kv = F.linear(memory, self.in_proj_weight[width:], self.in_proj_bias[width:])
-        k, v = kv.split(width, dim=-1)
+        k, v = kv.chunk(2, dim=-1)
         return self._split(q), self._split(k), self._split(v)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
 
 class DecoderLayer(nn.Module):
@@ -103,5 +103,5 @@ class Decoder(nn.Module):
         maps = []
         for layer in self.layers:
             tokens, asked = layer(tokens, memory)
-            maps.append(cast(DecoderLayer, layer).multihead_attn.weights(asked, memory))
-        return torch.stack(maps, dim=1).unflatten(-1, features.shape[-2:])
+            maps.append(cast("DecoderLayer", layer).multihead_attn.weights(asked, memory))
+        return torch.stack(maps, dim=1).view(*tokens.shape[:1], len(maps), -1, *features.shape[-2:])

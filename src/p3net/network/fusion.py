@@ -16,7 +16,8 @@ from p3net.intervals import Intervals
 
 def modulate(tokens: Tensor, features: Tensor) -> Tensor:
     """Logits T̃·Fᵀ of eq:classification: B×C×d, B×d×h×w → B×C×h×w; softmax over C follows."""
-    return torch.matmul(tokens, features.flatten(2)).unflatten(2, features.shape[-2:])
+    logits = tokens @ features.flatten(2)
+    return logits.view(*logits.shape[:2], *features.shape[-2:])
 
 
 def upsample(maps: Tensor, size_hw: tuple[int, int], *, corners: bool = False) -> Tensor:
@@ -43,9 +44,7 @@ def by_expectation(probabilities: Tensor, intervals: Intervals) -> Tensor:
 
 def by_maximum(probabilities: Tensor, intervals: Intervals) -> Tensor:
     """The value of the likeliest interval (UEPNet): B×C×h×w → B×h×w; carries no gradient."""
-    values = torch.tensor(
-        intervals.values, dtype=probabilities.dtype, device=probabilities.device
-    )
+    values = torch.tensor(intervals.values, dtype=probabilities.dtype, device=probabilities.device)
     return values[probabilities.argmax(dim=1)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,22 +51,24 @@ class Architecture(BaseModel):
     kind: Literal["p3net"] = "p3net"
     backbone: Literal["vgg19", "lite0", "small"] = "vgg19"
     plan: Literal["p3net", "sdds", "stds", "stss", "dtss"] = "p3net"
-    layers: int = Field(4, ge=1, description="decoder layers of each branch")
-    heads: int = Field(4, ge=1)
-    hidden: int = Field(2048, ge=1, description="width of the feed-forward networks")
-    dropout: float = Field(0.1, ge=0, lt=1)
+    layers: int = Field(default=4, ge=1, description="decoder layers of each branch")
+    heads: int = Field(default=4, ge=1)
+    hidden: int = Field(default=2048, ge=1, description="width of the feed-forward networks")
+    dropout: float = Field(default=0.1, ge=0, lt=1)
     decoding: Literal["expectation", "maximum"] = "expectation"
     fusion: Literal["confidence", "average"] = "confidence"
     queries: Literal["learned", "random"] = Field(
-        "learned", description="random: drawn anew for every image (sec:initialization)"
+        default="learned", description="random: drawn anew for every image (sec:initialization)"
     )
-    tokens: Literal["normal", "zeros"] = Field("normal", description="learned tokens at the start")
+    tokens: Literal["normal", "zeros"] = Field(
+        default="normal", description="learned tokens at the start"
+    )
     decoders: Literal["independent", "copies"] = Field(
-        "independent", description="copies: every layer of both decoders starts equal"
+        default="independent", description="copies: every layer of both decoders starts equal"
     )
-    scaled_logits: bool = Field(False, description="divide the logits by √d")
+    scaled_logits: bool = Field(default=False, description="divide the logits by √d")
     grid: Literal["cover", "authors"] = Field(
-        "cover",
+        default="cover",
         description="cover: every pixel lies in a cell; authors: partial cells are dropped and "
         "the upsampling aligns corners, as in the authors' code",
     )
@@ -90,6 +92,8 @@ class Output(NamedTuple):
 
 class P3Net(nn.Module):
     """Backbone, two sets of density tokens, two decoders, modulation, fusion."""
+
+    fixed_queries: Tensor
 
     def __init__(
         self, architecture: Architecture | None = None, intervals: Pair = PUBLISHED
@@ -194,5 +198,5 @@ class P3Net(nn.Module):
         """Cross-attention per token, A1…AC and B1…BC of fig:viz: B×L×C×h'×w' for each branch."""
         features = self.features(images)
         one, two = self.queries(len(features))
-        first, second = self.decoders
+        first, second = (cast("Decoder", decoder) for decoder in self.decoders)
         return first.attention_maps(one, features), second.attention_maps(two, features)

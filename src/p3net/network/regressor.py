@@ -29,10 +29,10 @@ class RegressorArchitecture(BaseModel):
 
     kind: Literal["regressor"] = "regressor"
     backbone: Literal["vgg19", "lite0", "small"] = "vgg19"
-    encoder_layers: int = Field(0, ge=0, description="4 for VGG19+Trans, 0 for BL")
-    heads: int = Field(4, ge=1)
-    hidden: int = Field(2048, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
+    encoder_layers: int = Field(default=0, ge=0, description="4 for VGG19+Trans, 0 for BL")
+    heads: int = Field(default=4, ge=1)
+    hidden: int = Field(default=2048, ge=1)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
 
 
 class EncoderLayer(nn.Module):
@@ -82,7 +82,7 @@ class Regressor(nn.Module):
         rows, columns = grid_hw((images.shape[-2], images.shape[-1]))
         features: Tensor = self.backbone(images)
         positions = self.encoder(features.flatten(2).transpose(1, 2))
-        features = positions.transpose(1, 2).unflatten(2, features.shape[-2:])
+        features = positions.transpose(1, 2).reshape(features.shape)
         factor = self.backbone.stride // CELL
         size_hw = (features.shape[-2] * factor, features.shape[-1] * factor)
         density = self.head(upsample(features, size_hw)).abs().squeeze(1)
