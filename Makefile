@@ -12,7 +12,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fast,figures]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fast,figures,lite0]'
 	touch $@
 
 demo: $(VENV)/.run

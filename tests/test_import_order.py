@@ -20,8 +20,8 @@ ORDER = (
     "network.regressor", "network.cost",
     "losses.pdm", "losses.ecr", "losses.pointwise", "losses.bayesian", "losses.transport",
     "losses.ranking",
-    "methods.base", "methods.supervised", "methods.p3net",
-    "metrics", "counting", "evaluation", "checkpoint", "training", "experiment",
+    "methods.base", "methods.supervised", "methods.views", "methods.p3net",
+    "metrics", "counting", "evaluation", "checkpoint", "recipe", "training", "experiment",
 )
 # fmt: on
 

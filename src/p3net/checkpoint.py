@@ -6,6 +6,7 @@ disk leaves the previous one as it was. The authors' `.pth` files are read as we
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -49,12 +50,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
             os.fsync(file.fileno())
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(
             f"could not be written ({error}); free some space or choose another folder. "
             + ("The previous checkpoint is intact." if path.exists() else "Nothing was there."),
             source=path,
         ) from error
+    finally:
+        with contextlib.suppress(OSError):  # gone where all went well
+            temporary.unlink()
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,6 +73,8 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError("a safetensors file, but not a checkpoint of p3net", source=path) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"damaged checkpoint: {error}", source=path) from None
+    if not isinstance(record, dict) or not isinstance(record.get("preparation", {}), dict):
+        raise InputError("damaged checkpoint: its description is not a table", source=path)
     if record.get("format") != FORMAT:
         raise InputError(
             f"format {record.get('format')} is not known to this version, which reads {FORMAT}",
@@ -202,6 +207,13 @@ def from_authors(weights: Mapping[str, Tensor], *, source: Path | None = None) -
     network = P3Net(AUTHORS.model_copy(update={"layers": max(len(layers), 1)}), PUBLISHED)
     constants = {name: t for name, t in network.state_dict().items() if name not in tensors}
     tensors |= {n: t for n, t in constants.items() if n.endswith((".mean", ".deviation"))}
+    unknown = sorted(tensors.keys() - network.state_dict().keys())
+    if unknown:
+        raise InputError(
+            f"not the network of the authors' code: {len(unknown)} tensors too many, "
+            f"first {unknown[0]}",
+            source=source,
+        )
     fill(network, tensors, "", source or Path("state dict"))
     return network.eval()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from p3net.data.images import open_image, to_rgb
+from p3net.data.images import open_bytes, open_image
 from p3net.data.transforms import prepare, to_float
 from p3net.errors import InputError
 from p3net.network.p3net import Output
@@ -90,27 +89,29 @@ class Counter:
 def _as_image(image: Countable) -> Image.Image:
     if isinstance(image, str | Path):
         return open_image(Path(image))
-    if isinstance(image, Image.Image):
-        return image
     if isinstance(image, bytes):
-        try:
-            return to_rgb(Image.open(io.BytesIO(image)))
-        except (OSError, ValueError) as error:
-            raise InputError(f"these bytes are not an image: {error}") from None
+        return open_bytes(image)
+    if isinstance(image, Image.Image):
+        if not image.width or not image.height:
+            raise InputError(f"the image is empty: {image.width}×{image.height} px")
+        return image
     if isinstance(image, Tensor):
-        image = image.detach().cpu().numpy()
+        image = image.detach().cpu()
+        image = (image.float() if image.is_floating_point() else image).numpy()
         image = np.moveaxis(image, 0, -1) if image.ndim == 3 else image
     array = np.asarray(image)
+    if array.dtype.kind not in "fiu":
+        raise InputError(f"an image must hold numbers, not {array.dtype}")
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
         raise InputError(
             f"an array H×W or H×W×3, or a tensor 3×H×W, was expected, got shape {array.shape}"
         )
     if not array.size:
         raise InputError(f"the image is empty: shape {array.shape}")
-    if np.issubdtype(array.dtype, np.floating):
+    if array.dtype.kind == "f":
         if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
             raise InputError("floats of an image must be finite and between 0 and 1")
         array = np.round(array * 255)
     elif array.min() < 0 or array.max() > 255:
         raise InputError("integers of an image must be between 0 and 255")
-    return to_rgb(Image.fromarray(array.astype(np.uint8)))
+    return Image.fromarray(array.astype(np.uint8))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_origin
 
 import torch
 import yaml
@@ -32,14 +32,14 @@ from p3net.evaluation import count_samples
 from p3net.intervals import PUBLISHED, Pair, fit
 from p3net.methods.base import Method
 from p3net.methods.p3net import P3NetMethod
-from p3net.methods.supervised import Supervised
+from p3net.methods.supervised import LABELLED, Supervised
 from p3net.metrics import METRICS
 from p3net.network.backbone import load_backbone, pretrained_file
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.recipe import Recipe
 from p3net.structures import Dataset, inside
 from p3net.targets import densities
-from p3net.training import Recipe
 
 PAPER_SETS = ("sha", "shb", "qnrf", "jhu", "nwpu")
 """Kinds of data that the published intervals are for."""
@@ -87,12 +87,23 @@ class Settings(_Strict):
         default="5%", description="a share, a number, a list file or a split's folder"
     )
     validation: str = Field(
-        default="10%", description="the same, out of the training images; 0 for none"
+        default="auto",
+        description="the same, out of the training images; 0 for none; auto: the published "
+        "validation images, or 10% of the training images where there are none",
     )
     seed: int = Field(default=1, ge=0)
     method: Literal["p3net", "supervised"] = "p3net"
     loss: Literal["pdm", "pdm-rooted", "pdm-l1", "ce", "mse", "bl", "dm"] = "pdm"
     threshold: float = Field(default=0.5, ge=0, lt=1, description="ξ: confidence that ECR asks for")
+    strong: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="light and colour of the unlabelled images' second view",
+    )
+    hidden: float = Field(
+        default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
+    )
     per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
     sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
     intervals: Literal["auto", "published", "fit"] = Field(
@@ -115,6 +126,12 @@ class Settings(_Strict):
     def _agree(self) -> Settings:
         if self.network.kind == "regressor" and self.method != "supervised":
             raise ValueError("a regressor has no branches to compare; use method: supervised")
+        if self.network.kind == "regressor" and self.loss not in ("bl", "dm"):
+            raise ValueError(f"a regressor has no intervals for loss {self.loss}; use bl or dm")
+        for name in self.recipe.terms:
+            if name not in ("ecr", *LABELLED):
+                known = ", ".join(("ecr", *LABELLED))
+                raise ValueError(f"recipe.terms.{name}: no loss is called so; use one of {known}")
         return self
 
 
@@ -172,7 +189,12 @@ def settings(
     """Validate what a user gave over a preset; errors name the key and the remedy."""
     if preset not in PRESETS:
         raise InputError(f"unknown preset {preset!r}; use one of {', '.join(PRESETS)}")
-    merged = merge(PRESETS[preset], given)
+    base = dict(PRESETS[preset])
+    asked = given.get("network")
+    if isinstance(asked, Mapping) and asked.get("kind") == "regressor":  # what it shares with P³Net
+        shared = base.get("network", {}).keys() & RegressorArchitecture.model_fields.keys()
+        base["network"] = {key: base["network"][key] for key in shared - {"kind"}}
+    merged = merge(base, given)
     network = merged.get("network")
     if isinstance(network, dict):
         network.setdefault("kind", "p3net")
@@ -239,9 +261,10 @@ def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
+        named = ".ecr" if get_origin(info.annotation) is dict else ""
         for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys += _keys(kind, f"{prefix}{name}.")
+                keys += _keys(kind, f"{prefix}{name}{named}.")
     return keys
 
 
@@ -275,6 +298,8 @@ def prepare(chosen: Settings) -> Prepared:
             threshold=chosen.threshold,
             sigma=chosen.sigma,
             per_cell=chosen.per_cell,
+            strong=chosen.strong,
+            hidden=chosen.hidden,
         )
     else:
         method = Supervised(network, loss=chosen.loss, sigma=chosen.sigma, per_cell=chosen.per_cell)
@@ -294,35 +319,48 @@ def prepare(chosen: Settings) -> Prepared:
 
 def split_of(dataset: Dataset, chosen: Settings) -> Split:
     """The split that the settings name: drawn, read from lists, or a folder written before."""
-    folder = Path(chosen.labelled)
-    if folder.is_dir():
-        split = splits.read(folder)
-    elif folder.is_file():
-        held = Path(chosen.validation)
+    sin = chosen.test_as_validation
+    if chosen.validation == "test" and not sin:
+        raise InputError(
+            "choosing a model on the test images makes its test figures worthless; validation "
+            "comes out of the training images. If you must: test_as_validation=true, and the "
+            "run will say so for ever"
+        )
+    labelled, held = Path(chosen.labelled), Path(chosen.validation)
+    amount = 0 if sin else _amount("validation", chosen.validation) if not held.is_file() else None
+    if labelled.is_dir():
+        split = splits.read(labelled)
+    elif labelled.is_file():
+        validation = held if held.is_file() and not sin else amount
         split = splits.from_lists(
-            dataset,
-            labelled=folder,
-            validation=held if held.is_file() else splits.parse_amount(chosen.validation),
-            seed=chosen.seed,
+            dataset, labelled=labelled, validation=validation, seed=chosen.seed
         )
-    elif folder.suffix == ".txt":
-        raise InputError("no such list of labelled images", source=folder)
+    elif labelled.suffix == ".txt":
+        raise InputError("no such list of labelled images", source=labelled)
+    elif held.is_file():
+        raise InputError(
+            "a list of validation images goes with a list of labelled ones; "
+            f"labelled is {chosen.labelled}",
+            source=held,
+        )
     else:
-        split = splits.draw(
-            dataset,
-            labelled=splits.parse_amount(chosen.labelled),
-            validation=splits.parse_amount(chosen.validation),
-            seed=chosen.seed,
-        )
-    if chosen.validation == "test" or chosen.test_as_validation:
-        if not chosen.test_as_validation:
-            raise InputError(
-                "choosing a model on the test images makes its test figures worthless; validation "
-                "comes out of the training images. If you must: test_as_validation=true, and the "
-                "run will say so for ever"
-            )
+        share = _amount("labelled", chosen.labelled)
+        split = splits.draw(dataset, labelled=share or 0, validation=amount, seed=chosen.seed)
+    if sin:
+        if not split.test:
+            raise InputError("there are no test images to choose on", source=dataset.root)
         split = Split(split.labelled, split.unlabelled, split.test, (), split.how)
     return split
+
+
+def _amount(key: str, text: str) -> splits.Amount | None:
+    """A share or a number; None for validation: auto."""
+    if key == "validation" and text == "auto":
+        return None
+    try:
+        return splits.parse_amount(text)
+    except InputError as error:
+        raise InputError(f"{key}: {error.message}, or the path of a list or a split") from None
 
 
 def target_cells(dataset: Dataset, sigma: float) -> torch.Tensor:
@@ -435,7 +473,7 @@ def _claim(folder: Path, record: Mapping[str, Any], *, resume: bool) -> None:
                 "this folder holds a run already; continue it with --resume or choose another",
                 source=folder,
             )
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_record(folder)
         for part in ("settings", "split", "chosen_intervals"):
             if before.get(part) != record[part]:
                 raise InputError(
@@ -444,10 +482,27 @@ def _claim(folder: Path, record: Mapping[str, Any], *, resume: bool) -> None:
                     source=path,
                 )
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"a run cannot be kept here ({error.strerror}); choose another folder", source=folder
+        ) from None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What `run.json` in a run's folder says: settings, split, intervals, versions."""
+    path = folder / "run.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"the record of a run cannot be read: {error}", source=path) from None
+    if not isinstance(record, dict):
+        raise InputError("a record of a run was expected", source=path)
+    return record
 
 
 def _difference(before: object, now: object, path: str = "") -> str:

@@ -66,6 +66,8 @@ def summarise(
     t, c = np.asarray(truth, np.float64), np.asarray(counted, np.float64)
     if t.shape != c.shape or t.ndim != 1 or not t.size:
         raise InputError(f"two equal, non-empty lists were expected, got {t.shape} and {c.shape}")
+    if not (np.isfinite(t).all() and np.isfinite(c).all()):
+        raise InputError("counts must be finite numbers")
     picks = generator(seed).integers(0, len(t), (draws, len(t)))
     result = {}
     for name, metric in METRICS.items():

@@ -13,12 +13,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,74 +30,8 @@ from p3net.errors import InputError
 from p3net.methods.base import Divisors, Losses, Method
 from p3net.network.backbone import Backbone
 from p3net.randomness import torch_generator
+from p3net.recipe import Recipe
 from p3net.structures import Batch
-
-
-class Term(BaseModel):
-    """How much one loss weighs: nothing before `start`, all of `weight` from start + ramp on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    weight: float = Field(default=1.0, ge=0)
-    start: int = Field(default=0, ge=0, description="first step that it counts")
-    ramp: int = Field(
-        default=0, ge=0, description="steps over which the weight grows to its full size"
-    )
-
-    def at(self, step: int) -> float:
-        """The weight in a step.
-
-        >>> term = Term(weight=2.0, start=10, ramp=4)
-        >>> [term.at(step) for step in (9, 10, 11, 13, 14)]
-        [0.0, 0.5, 1.0, 2.0, 2.0]
-        """
-        if step < self.start:
-            return 0.0
-        return self.weight * min(1.0, (step - self.start + 1) / max(self.ramp, 1))
-
-
-class Recipe(BaseModel):
-    """How to optimise: nothing here depends on the method or the data."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    steps: int = Field(default=20_000, ge=1)
-    optimiser: Literal["adam", "adamw"] = "adam"
-    learning_rate: float = Field(default=1e-5, gt=0)
-    backbone_factor: float = Field(
-        default=1.0, ge=0, description="backbone's share of the learning rate"
-    )
-    weight_decay: float = Field(default=0.0, ge=0)
-    schedule: Literal["constant", "cosine"] = "constant"
-    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    clip: float | None = Field(default=None, gt=0, description="largest norm of the gradient")
-    average: float = Field(
-        default=0.0, ge=0, lt=1, description="decay of averaged weights; 0 for none"
-    )
-    accumulate: int = Field(default=1, ge=1, description="batches whose gradients make one step")
-    precision: Literal["float32", "bfloat16"] = "float32"
-    channels_last: bool = False
-    freeze: int = Field(
-        default=0, ge=0, description="blocks of the backbone, from below, left as they are"
-    )
-    terms: dict[str, Term] = Field(default_factory=lambda: {"ecr": Term(weight=0.01)})
-    validate_every: int = Field(default=500, ge=1)
-    save_every: int = Field(default=200, ge=1)
-    choose: Literal["best", "last"] = "best"
-    workers: int = Field(default=1, ge=0, description="loading processes")
-
-    def weight(self, name: str, step: int) -> float:
-        """The weight of a loss in a step; 1 for a loss that `terms` does not name."""
-        return self.terms.get(name, Term()).at(step)
-
-    def rate(self, step: int) -> float:
-        """The learning rate's factor in a step: warm-up, then constant or a cosine to 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        if self.schedule == "constant":
-            return 1.0
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +40,9 @@ class Progress:
 
     Attributes:
         step: steps done.
-        losses: unweighted, by name; the mean over the processes.
-        records: what the method noted: mask share and the like.
-        validation: metrics by name where this step was validated.
+        losses: unweighted, by name, of the whole step over all processes.
+        records: what the method noted (mask share and the like), and the gradient's norm.
+        validation: metrics by name where this step was validated; undefined ones are left out.
         rate: the learning rate.
         images_per_second: crops, over all processes.
         waited: share of the time spent waiting for data.
@@ -121,6 +55,12 @@ class Progress:
     rate: float = 0.0
     images_per_second: float = 0.0
     waited: float = 0.0
+
+
+FILES = ("last.safetensors", "best.safetensors", "log.jsonl")
+
+_Part = tuple[dict[str, float], dict[str, float]]
+"""Losses and records of one batch."""
 
 
 class DivergedError(InputError):
@@ -141,11 +81,18 @@ class World:
         cuda = torch.cuda.is_available()
         local = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device=device)
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo")
+        if not dist.is_initialized():  # the others wait while the first one validates
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=6))
         return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def wait(self) -> None:
+        """Until every process has come here."""
+        if self.size > 1:
+            dist.barrier()
 
 
 @dataclass
@@ -165,39 +112,33 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that resuming needs, by name."""
-        parts: dict[str, nn.Module | None] = {
-            "network": self.method.network,
-            "method": self.method,
-            "average": self.average,
-        }
         tensors: dict[str, Tensor] = {}
-        for part, module in parts.items():
-            for name, tensor in module.state_dict().items() if module is not None else ():
-                if not (part == "method" and name.startswith("network.")):
-                    tensors[f"{part}.{name}"] = tensor
+        for name, tensor in self.method.state_dict().items():
+            tensors[name if name.startswith("network.") else f"method.{name}"] = tensor
+        if self.average is not None:
+            tensors |= {f"average.{n}": tensor for n, tensor in self.average.state_dict().items()}
         for index, parameter in enumerate(_parameters(self.optimiser)):
             for name, value in self.optimiser.state.get(parameter, {}).items():
                 tensors[f"optimiser.{index}.{name}"] = torch.as_tensor(value)
-        # Shared tensors are written once; every name needs its own storage.
+        # A file takes no two names of one storage, which branches may share.
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def record(self, metadata: Mapping[str, Any], **more: object) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        return {**metadata, "step": self.step, "history": self.history, **more}
 
     def restore(self, tensors: Mapping[str, Tensor], record: Mapping[str, Any], path: Path) -> None:
         """Continue where a checkpoint left off."""
-        checkpoint.fill(self.method.network, tensors, "network.", path)
-        own = [n for n in self.method.state_dict() if not n.startswith("network.")]
-        state = {n: tensors[f"method.{n}"] for n in own if f"method.{n}" in tensors}
-        self.method.load_state_dict(state, strict=False)
+        own = {name.removeprefix("method."): tensor for name, tensor in tensors.items()}
+        checkpoint.fill(self.method, own, "", path)
         if self.average is not None:
             checkpoint.fill(self.average, tensors, "average.", path)
-        for index, parameter in enumerate(_parameters(self.optimiser)):
-            prefix = f"optimiser.{index}."
-            state = {
-                name.removeprefix(prefix): tensor.clone()
-                for name, tensor in tensors.items()
-                if name.startswith(prefix)
-            }
-            if state:
-                self.optimiser.state[parameter] = state
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimiser."):
+                _, index, key = name.split(".", 2)
+                moments.setdefault(int(index), {})[key] = tensor.clone()
+        self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": moments})
         self.step = int(record["step"])
         self.history = list(record["history"])
 
@@ -224,11 +165,13 @@ def train(
     writes. A loss that is not finite stops the run; the last checkpoint stays.
     """
     world = world or World()
+    writes = world.rank == 0
     run = _begin(method, recipe, world)
-    last = folder / "last.safetensors"
+    last, best, log = (folder / name for name in FILES)
     if resume and last.exists():
         run.restore(*checkpoint.read(last), last)
-    log = _Log(folder / "log.jsonl", keep=run.step, writes=world.rank == 0)
+    if writes:
+        _tidy(folder, log, keep=run.step)
     wrapped = DistributedDataParallel(method) if world.size > 1 else method
     steps = loader(
         stream,
@@ -253,11 +196,11 @@ def train(
         done = run.step == recipe.steps
         measured = None
         if validate is not None and (done or run.step % recipe.validate_every == 0):
-            if world.rank == 0:
-                measured = dict(validate(run.counting_network))
+            if writes:
+                metrics = validate(run.counting_network)
+                measured = {name: v for name, v in metrics.items() if not math.isnan(v)}
                 run.history.append({"step": run.step, **measured})
-            if world.size > 1:
-                dist.barrier()
+            world.wait()
         progress = Progress(
             step=run.step,
             losses=losses,
@@ -267,16 +210,15 @@ def train(
             images_per_second=crops / seconds,
             waited=waited / seconds,
         )
-        log.write(progress)
-        report(progress)
-        if world.rank == 0:
+        if writes:
+            _append(log, progress)
             if measured is not None and _is_best(run.history):
-                _save(folder / "best.safetensors", run, metadata)
+                checkpoint.save(best, run.counting_network, run.record(metadata))
             if done or run.step % recipe.save_every == 0 or time.monotonic() - saved > 300:
-                record = {**metadata, "step": run.step, "history": run.history}
-                network = checkpoint.describe(method.network)
-                checkpoint.write(last, run.tensors(), {**record, "network": network})
+                record = run.record(metadata, network=checkpoint.describe(method.network))
+                checkpoint.write(last, run.tensors(), record)
                 saved = time.monotonic()
+        report(progress)
     return _finish(folder, run, recipe, metadata, world)
 
 
@@ -318,37 +260,39 @@ def _step(
     """One optimiser step; gives the losses, the method's records and the seconds waited."""
     run.method.train()
     run.optimiser.zero_grad(set_to_none=True)
-    summed: dict[str, float] = {}
-    records: dict[str, float] = {}
+    parts: list[_Part] = []
+    names: list[str] = []
     waited = 0.0
     for _ in range(recipe.accumulate):
         before = time.perf_counter()
         step: Step = _to(next(steps), world.device, recipe)
         waited += time.perf_counter() - before
+        names += [n for batch in (step.labelled, step.unlabelled) if batch for n in batch.names]
         with torch.autocast(
             world.device.type, torch.bfloat16, enabled=recipe.precision == "bfloat16"
         ):
             result: Losses = wrapped(step, divisors)
-        _guard(result, step)
+        losses = {name: float(term.detach()) for name, term in result.terms.items()}
+        _guard(losses, run.step, names)
+        parts.append((losses, result.records))
         weighed = [recipe.weight(name, run.step) * term for name, term in result.terms.items()]
-        # Processes' gradients are averaged, but each divided by the whole step's images.
-        total = torch.stack(weighed).sum() * world.size / recipe.accumulate
-        total.backward()  # type: ignore[no-untyped-call]
-        for name, term in result.terms.items():
-            part = float(term.detach()) * world.size / recipe.accumulate
-            summed[name] = summed.get(name, 0.0) + part
-        records = dict(result.records)
+        if weighed:
+            # Processes' gradients are averaged, but each divided by the whole step's images.
+            total = torch.stack(weighed).sum() * world.size / recipe.accumulate
+            total.backward()  # type: ignore[no-untyped-call]
+    parameters = _parameters(run.optimiser)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    _guard({"the gradient": float(norm)}, run.step, names)
     if recipe.clip is not None:
-        records["gradient"] = float(
-            nn.utils.clip_grad_norm_(_parameters(run.optimiser), recipe.clip)
-        )
+        nn.utils.clip_grads_with_norm_(parameters, recipe.clip, norm)
     for group in run.optimiser.param_groups:
         group["lr"] = recipe.learning_rate * recipe.rate(run.step) * group["factor"]
     run.optimiser.step()
     run.method.after_step(run.step)
     if run.average is not None:
         _follow(run.average, run.method.network, recipe.average, run.step)
-    return _mean_over(summed, world), records, waited
+    summed, records = _over_all(parts, recipe, world)
+    return summed, {**records, "gradient": float(norm)}, waited
 
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:
@@ -359,22 +303,21 @@ def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:
 def _follow(average: nn.Module, network: nn.Module, decay: float, step: int) -> None:
     """Average ← d·average + (1−d)·network, with d rising to `decay` over the first steps."""
     keep = min(decay, (1 + step) / (10 + step))
-    for own, other in zip(
-        average.state_dict().values(), network.state_dict().values(), strict=True
-    ):
-        if own.is_floating_point():
-            own.lerp_(other, 1 - keep)
-        else:
-            own.copy_(other)
+    # Not by names: two names of one shared tensor would move it twice.
+    for own, other in zip(average.parameters(), network.parameters(), strict=True):
+        own.lerp_(other, 1 - keep)
+    for kept, new in zip(average.buffers(), network.buffers(), strict=True):
+        kept.copy_(new)
 
 
-def _guard(losses: Losses, step: Step) -> None:
-    bad = [name for name, term in losses.terms.items() if not bool(torch.isfinite(term))]
+def _guard(values: Mapping[str, float], step: int, names: list[str]) -> None:
+    """Stop before the weights move when a value is not finite."""
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
     if bad:
-        names = [n for batch in (step.labelled, step.unlabelled) if batch for n in batch.names]
         raise DivergedError(
-            f"{' and '.join(bad)} became NaN or infinite in step {step.index + 1} on "
-            f"{', '.join(names)}; the last checkpoint is kept. Lower learning_rate, or set clip"
+            f"{' and '.join(bad)} became NaN or infinite in step {step + 1} on "
+            f"{', '.join(names)}; the last checkpoint is kept. Lower recipe.learning_rate, or set "
+            "recipe.clip"
         )
 
 
@@ -389,14 +332,22 @@ def _to(step: Step, device: torch.device, recipe: Recipe) -> Step:
     return Step(step.index, move(step.labelled), move(step.unlabelled))
 
 
-def _mean_over(values: dict[str, float], world: World) -> dict[str, float]:
-    """The mean over the processes, for names that any of them has."""
-    if world.size == 1:
-        return values
-    everyone: list[dict[str, float]] = [{} for _ in range(world.size)]
-    dist.all_gather_object(everyone, values)
-    names = sorted({name for each in everyone for name in each})
-    return {name: sum(each.get(name, 0.0) for each in everyone) / world.size for name in names}
+def _over_all(
+    parts: list[_Part], recipe: Recipe, world: World
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Losses of the whole step and means of the records, over its batches and all processes."""
+    everyone: list[list[_Part]] = [parts]
+    if world.size > 1:
+        everyone = [[] for _ in range(world.size)]
+        dist.all_gather_object(everyone, parts)
+    losses: dict[str, float] = {}
+    noted: dict[str, list[float]] = {}
+    for terms, records in (part for each in everyone for part in each):
+        for name, value in terms.items():
+            losses[name] = losses.get(name, 0.0) + value / recipe.accumulate
+        for name, value in records.items():
+            noted.setdefault(name, []).append(value)
+    return losses, {name: sum(values) / len(values) for name, values in noted.items()}
 
 
 def _score(record: Mapping[str, Any]) -> float:
@@ -407,40 +358,45 @@ def _is_best(history: list[dict[str, Any]]) -> bool:
     return _score(history[-1]) <= min(map(_score, history))
 
 
-def _save(path: Path, run: Run, metadata: Mapping[str, Any]) -> None:
-    record = {**metadata, "step": run.step, "history": run.history}
-    checkpoint.save(path, run.counting_network, record)
-
-
 def _finish(
     folder: Path, run: Run, recipe: Recipe, metadata: Mapping[str, Any], world: World
 ) -> nn.Module:
-    """Put the chosen weights in place as `model.safetensors`."""
+    """Put the chosen weights in place as `model.safetensors`; its step is theirs."""
     best = folder / "best.safetensors"
     network = run.counting_network
+    record = run.record(metadata, chosen=recipe.choose)
+    world.wait()  # the best may just be on its way to the disk
     if recipe.choose == "best" and run.history and best.exists():
-        tensors, _ = checkpoint.read(best)
+        tensors, found = checkpoint.read(best)
         network = copy.deepcopy(network)
         checkpoint.fill(network, tensors, "network.", best)
+        record["step"] = found["step"]
     if world.rank == 0:
-        record = {**metadata, "step": run.step, "history": run.history, "chosen": recipe.choose}
         checkpoint.save(folder / "model.safetensors", network, record)
+    world.wait()
     return network.eval()
 
 
-class _Log:
-    """`log.jsonl`: a line per step; on resuming, lines beyond the checkpoint are dropped."""
+def _tidy(folder: Path, log: Path, *, keep: int) -> None:
+    """Drop what a killed run left: half-written files, and lines beyond its last checkpoint."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".*.safetensors.*.tmp"):
+            leftover.unlink(missing_ok=True)
+        if log.exists():  # cut, not rewritten: a kill must not cost the lines that stay
+            lines = log.read_bytes().splitlines(keepends=True)
+            os.truncate(log, sum(map(len, lines[:keep])))
+    except OSError as error:
+        raise InputError(f"cannot be written to: {error.strerror}", source=folder) from None
 
-    def __init__(self, path: Path, *, keep: int, writes: bool) -> None:
-        self.path = path
-        self.writes = writes
-        if not writes:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines()[:keep] if path.exists() else []
-        path.write_text("".join(f"{line}\n" for line in lines))
 
-    def write(self, progress: Progress) -> None:
-        if self.writes:
-            with self.path.open("a") as file:
-                file.write(json.dumps(asdict(progress)) + "\n")
+def _append(log: Path, progress: Progress) -> None:
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(progress)) + "\n")
+    except OSError as error:
+        raise InputError(
+            f"could not be written ({error.strerror}); free some space and resume. "
+            "The last checkpoint is intact.",
+            source=log,
+        ) from None

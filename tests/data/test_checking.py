@@ -127,6 +127,13 @@ def test_an_annotation_that_cannot_be_read_names_its_own_file(tmp_path):
     assert not report.clean
 
 
+def test_repeated_points_are_a_warning(tmp_path):
+    report = check(dataset(member(noise(tmp_path / "a.jpg"), [[1, 1], [1, 1]])), crop=None)
+    assert [(fault.kind, fault.severity) for fault in report.faults] == [("duplicate", "warning")]
+    assert report.clean
+    assert report.points == 2
+
+
 def test_small_images_are_a_warning(tmp_path):
     wide = member(noise(tmp_path / "a.jpg", (300, 100)))
     report = check(dataset(wide), crop=101)

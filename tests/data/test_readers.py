@@ -233,7 +233,7 @@ def test_mats_of_the_wrong_structure(tmp_path):
         cell[0, 0] = inner
         scipy.io.savemat(file, {"image_info": cell})
         expect_marks_error(first, file, words)
-    for number in (np.nan, np.inf, "two", [[1, 2]], []):
+    for number in (np.nan, np.inf, 1.5, "two", [[1, 2]], []):
         inner[0, 0]["location"], inner[0, 0]["number"] = np.ones((1, 2)), number
         scipy.io.savemat(file, {"image_info": cell})
         expect_marks_error(first, file, "expected image_info")

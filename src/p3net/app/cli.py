@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from p3net.app import data
+from p3net.app import data, demo, evaluate, train
 from p3net.errors import InputError
 
 cli = typer.Typer(
@@ -19,6 +19,9 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli.add_typer(data.app, name="data")
+cli.command()(demo.demo)
+cli.command()(train.train)
+cli.command()(evaluate.evaluate)
 
 
 @cli.command()

@@ -30,7 +30,7 @@ FAULTS: dict[str, str] = {
 }
 """Kinds of faults, the gravest first."""
 
-WARNINGS = frozenset({"small"})
+WARNINGS = frozenset({"duplicate", "small"})  # published sets repeat a few points
 """Kinds that need nothing done: they do not make a dataset faulty."""
 
 _GREY_MODES = ("1", "L", "I", "F")  # Pillow's; LAB, the one exception, is refused on decoding

@@ -89,8 +89,13 @@ def open_image(path: str | Path) -> Image.Image:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read the image: {error.strerror}", source=path) from None
+    return open_bytes(content, source=path)
+
+
+def open_bytes(content: bytes, *, source: Path | None = None) -> Image.Image:
+    """The same for the content of an image file."""
     if not content:
-        raise InputError("the image file is empty", source=path)
+        raise InputError("the image file is empty", source=source)
     Image.init()
     formats = [name for name in _FORMATS if name in Image.OPEN]
     try:
@@ -99,26 +104,26 @@ def open_image(path: str | Path) -> Image.Image:
     except UnidentifiedImageError:
         raise InputError(
             "not an image that can be read; expected JPEG, PNG, TIFF, BMP, GIF, WebP or the like",
-            source=path,
+            source=source,
         ) from None
     except Exception as error:
-        raise InputError(f"a damaged image: {error}", source=path) from error
+        raise InputError(f"a damaged image: {error}", source=source) from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise InputError(
             f"{width} × {height} pixels are more than {MAX_PIXELS:,}; cut or shrink the image",
-            source=path,
+            source=source,
         )
     if width < 1 or height < 1:
-        raise InputError(f"an image of {width} × {height} pixels", source=path)
-    image.filename = str(path)
+        raise InputError(f"an image of {width} × {height} pixels", source=source)
+    image.filename = "" if source is None else str(source)
     return image
 
 
 def upright_size_hw(image: Image.Image) -> tuple[int, int]:
     """Height and width after the orientation tag is obeyed, without decoding."""
     width, height = image.size
-    return (width, height) if _orientation(image) >= 5 else (height, width)
+    return (width, height) if orientation_tag(image) >= 5 else (height, width)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -127,7 +132,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     The image given is returned where it is so already; otherwise a new one without the tag.
     """
     source = getattr(image, "filename", None) or None
-    orientation = _orientation(image)  # before decoding: TIFF forgets it then
+    orientation = orientation_tag(image)  # before decoding: TIFF forgets it then
     try:
         with _own_pixel_limit():
             image.load()
@@ -166,7 +171,7 @@ def _grey_from_numbers(values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
     return Image.fromarray(grey).convert("RGB")
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_tag(image: Image.Image) -> int:
     """The orientation tag, 1–8; 1 where there is none, it is broken or Pillow obeys it itself."""
     if image.format == "TIFF":
         return 1  # Pillow turns these on decoding and states the turned size

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from p3net.data.images import image_files, natural_order, open_image
 from p3net.data.layout import Layout
@@ -77,9 +78,7 @@ def _read_shanghaitech(part: str, path: Path) -> Dataset:
 def _read_shanghaitech_mat(path: Path) -> Marks:
     variables = read_mat(_read_bytes(path), source=path)
     match variables.get("image_info"):
-        case [[{"location": location, "number": np.ndarray(size=1) as number}]] if np.isfinite(
-            number.astype(np.float64)
-        ).all():
+        case [[{"location": location, "number": np.ndarray(size=1) as number}]] if _whole(number):
             return Marks(_number_pairs(location, path), declared=int(number.item()))
     raise InputError(
         "expected image_info{1,1} with the fields location (N×2) and number, as ShanghaiTech "
@@ -317,6 +316,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield number, line
+
+
+def _whole(number: NDArray[np.generic]) -> bool:
+    """Whether a single number is finite and has no fraction."""
+    return number.dtype.kind in "fiu" and float(number.item()).is_integer()
 
 
 def _number_pairs(values: object, path: Path) -> Points:

@@ -25,8 +25,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
-from p3net.data.images import _orientation as orientation_tag
-from p3net.data.images import to_rgb, upright_size_hw
+from p3net.data.images import orientation_tag, to_rgb, upright_size_hw
 from p3net.errors import InputError
 from p3net.structures import Points, as_points, inside
 

@@ -18,12 +18,18 @@ from p3net.data.loading import Step
 from p3net.losses.ecr import confidence_mask, ecr
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Supervised
+from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 from p3net.targets import SIGMA
 
 
 class P3NetMethod(Supervised):
-    """PDM (or another labelled loss) and inter-branch Expectation Consistency Regularisation."""
+    """PDM (or another labelled loss) and inter-branch Expectation Consistency Regularisation.
+
+    With `strong` above 0 (not in the paper) the branches are compared across two views: each
+    branch's expectation on a stronger view is drawn to the other branch's on the plain one, which
+    carries no gradient. The mask is that of the plain view.
+    """
 
     def __init__(
         self,
@@ -33,14 +39,24 @@ class P3NetMethod(Supervised):
         threshold: float = 0.5,
         sigma: float = SIGMA,
         per_cell: bool = False,
+        strong: float = 0.0,
+        hidden: float = 0.0,
     ) -> None:
         super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell)
         self.threshold = threshold
+        self.strong = strong
+        self.hidden = hidden
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
         """The labelled loss under its name, and "ecr"; one pass through the network for both."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
-        output = cast("Output", self.network(torch.cat([batch.images for batch in batches])))
+        images = [batch.images for batch in batches]
+        plain = None
+        if step.unlabelled is not None and (self.strong or self.hidden):
+            with torch.no_grad():
+                plain = cast("Output", self.network(step.unlabelled.images))
+            images[-1] = strong_view(step.unlabelled.images, self.strong, self.hidden)
+        output = cast("Output", self.network(torch.cat(images)))
         terms: dict[str, Tensor] = {}
         records: dict[str, float] = {}
         labelled = len(step.labelled) if step.labelled is not None else 0
@@ -49,24 +65,29 @@ class P3NetMethod(Supervised):
             terms[self.loss] = self.labelled_loss(part, step.labelled, divisors)
         if step.unlabelled is not None:
             part = _images(output, slice(labelled, None))
-            terms["ecr"], records = self.unlabelled_loss(part, divisors)
+            terms["ecr"], records = self.unlabelled_loss(part, plain or part, divisors)
         return Losses(terms, records)
 
     def unlabelled_loss(
-        self, output: Output, divisors: Divisors
+        self, output: Output, plain: Output, divisors: Divisors
     ) -> tuple[Tensor, dict[str, float]]:
         """Mean over the step's unlabelled images of ECR (eq:consistency), and where it acts."""
-        (p, q), (first, second) = output.probabilities, output.expectations
+        first, second = output.expectations
+        p, q = plain.probabilities
         mask = confidence_mask(p, q, self.threshold)
-        each = ecr(first, second, mask)
+        if plain is output:
+            each = ecr(first, second, mask)
+        else:
+            other_first, other_second = plain.expectations
+            each = ecr(first, other_second, mask) + ecr(second, other_first, mask)
         if self.per_cell:
             each = each / mask[0].numel()
         with torch.no_grad():
-            kept = mask.float().mean()
             dense = (output.density * mask).sum() / mask.sum().clamp_min(1)
-            apart = (first - second).abs().sum() / output.density.sum().clamp_min(1e-6)
+            apart = (first - plain.expectations[1]).abs().sum()
+            apart = apart / plain.density.sum().clamp_min(1e-6)
         records = {
-            "mask_share": float(kept),
+            "mask_share": float(mask.float().mean()),
             "mask_density": float(dense),
             "disagreement": float(apart),
         }

@@ -153,14 +153,14 @@ class _NormalisedConv(nn.Module):
 
 
 class Lite0(Backbone):
-    """EfficientNet-Lite0, its maps of strides 8, 16 and 32 merged: stride 8, 256 channels.
+    """EfficientNet-Lite0, its maps of strides 8, 16 and 32 merged: stride 8, 128 channels.
 
     Module names are those of the published ImageNet weights. Batch statistics stay frozen, so
     that small batches, other batches and other processes change nothing.
     """
 
     stride = 8
-    channels = 256
+    channels = 128
     multiple = 32
     # kernel, stride, expansion, outputs, repeats; the strides 8, 16 and 32 end after these blocks
     plan = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3),
@@ -185,7 +185,7 @@ class Lite0(Backbone):
         self.smooth = Conv3x3(self.channels, self.channels)
 
     def extract(self, normalised: Tensor) -> Tensor:
-        """B×3×H×W → B×256×H/8×W/8."""
+        """B×3×H×W → B×128×H/8×W/8."""
         x = F.relu6(self._bn0(self._conv_stem(normalised)))
         maps: list[Tensor] = []
         for index, block in enumerate(self._blocks):
@@ -260,9 +260,8 @@ BACKBONES: dict[str, Callable[[], Backbone]] = {"vgg19": VGG19, "lite0": Lite0, 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file or of a `.pth` file read without running any code."""
-    import pickle
+    import re
 
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
@@ -271,14 +270,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # damaged files raise all sorts
+        if called := re.search(r"GLOBAL (\S+)", str(error)):
+            raise InputError(
+                f"this pickle holds more than tensors ({called[1]}) and is not opened, since it "
+                "could run code; save its state dict alone",
+                source=path,
+            ) from error
         raise InputError(
-            "this pickle holds more than tensors and will not be opened, since it could run code; "
-            f"save its state dict alone ({str(error).splitlines()[0]})",
+            f"not a weights file (.pth or .safetensors), or damaged: {type(error).__name__}",
             source=path,
-        ) from None
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise InputError(f"not a weights file: {error}", source=path) from None
+        ) from error
     return _tensors(content, path)
 
 
@@ -336,8 +338,8 @@ def pretrained_file(name: str) -> Path:
     url = "https://download.pytorch.org/models/vgg19-dcbb9e9d.pth"
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(path), "dcbb9e9d", progress=False)
         except (OSError, RuntimeError) as error:
             raise InputError(

@@ -22,8 +22,8 @@ def modulate(tokens: Tensor, features: Tensor) -> Tensor:
 
 def upsample(maps: Tensor, size_hw: tuple[int, int], *, corners: bool = False) -> Tensor:
     """Bilinear resampling of B×·×h×w maps to another size; `corners` aligns the corner centres."""
-    if tuple(maps.shape[-2:]) == size_hw:
-        return maps
+    if not torch.compiler.is_exporting() and tuple(maps.shape[-2:]) == size_hw:
+        return maps  # an exported graph holds for any size
     return F.interpolate(maps, size=size_hw, mode="bilinear", align_corners=corners)
 
 
@@ -39,7 +39,8 @@ def crop(maps: Tensor, size_hw: tuple[int, int]) -> Tensor:
 
 def by_expectation(probabilities: Tensor, intervals: Intervals) -> Tensor:
     """p·v: B×C×h×w → B×h×w heads per cell."""
-    return intervals.expectation(probabilities, dim=1)
+    flat = intervals.expectation(probabilities.flatten(2), dim=1)  # exports for every h and w
+    return flat.view(-1, *probabilities.shape[2:])
 
 
 def by_maximum(probabilities: Tensor, intervals: Intervals) -> Tensor:

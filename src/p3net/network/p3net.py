@@ -125,7 +125,7 @@ class P3Net(nn.Module):
             self.tokens = nn.ParameterList((parameters[0], parameters[-1]))
         else:  # in eval mode one fixed draw serves, so that a count is a function of the image
             fixed = torch.Generator().manual_seed(0)
-            draw = torch.randn(2, len(intervals[0]), width, generator=fixed)
+            draw = torch.randn(count, len(intervals[0]), width, generator=fixed)
             self.register_buffer("fixed_queries", draw)
 
     def forward(self, images: Tensor) -> Output:
@@ -168,11 +168,11 @@ class P3Net(nn.Module):
         if self.architecture.queries == "learned":
             one, two = self.tokens
         elif self.training:
-            shape = (2, batch, *self.fixed_queries.shape[1:])
-            one, two = torch.randn(shape, device=self.fixed_queries.device)
-            return one, two
+            sets, *shape = self.fixed_queries.shape
+            drawn = torch.randn(sets, batch, *shape, device=self.fixed_queries.device)
+            return drawn[0], drawn[-1]
         else:
-            one, two = self.fixed_queries
+            one, two = self.fixed_queries[0], self.fixed_queries[-1]
         return one.expand(batch, -1, -1), two.expand(batch, -1, -1)
 
     def resample(self, maps: Tensor, size_hw: tuple[int, int]) -> Tensor:

@@ -27,8 +27,8 @@ same matrices: with dM = A dY Aᵀ for the 6×6 values of each tile,
 Everything else is about memory. Channels come last, so that every sum runs over contiguous
 channels and reads its tiles in place, by strides. Work goes in strips of tile rows whose
 values stay in the cache, in buffers that all strips and calls share; that also bounds the
-memory of large images. The backward pass transforms X and w again: filling fresh memory
-with what the forward pass knew would take longer, and 2.25 times the activations.
+memory of large images. The backward pass transforms X and w again: V would take
+2.25 times the activations, and U is sooner computed than fresh memory for it first touched.
 
 Shapes: N images of H×W; C channels in, K out; R tile rows of S tiles; T = N·R·S tiles.
 """
@@ -306,7 +306,7 @@ def _eager(x: Tensor) -> bool:
 def pays(x: Tensor, weight: Tensor) -> bool:
     """Whether `winograd_conv2d` applies and is faster than torch's own convolution.
 
-    Measured with `benchmarks/convolution.py` (AVX-512, forward and backward): the transforms
+    Measured layer by layer on one AVX-512 core, forward and backward: the transforms
     need 64 channels on either side to be worth their while; transforming the weight needs 36
     tiles (a 24×24 map); and a narrow layer needs more tiles than a wide one, about 128 at 64
     channels, to outweigh the calls. So VGG's first layer never qualifies, and its last block

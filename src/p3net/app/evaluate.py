@@ -1,0 +1,260 @@
+"""`p3net evaluate`: how far a model's counts are from the truth, on whole images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from p3net.app.data import Data
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from p3net.counting import Counter
+    from p3net.evaluation import Evaluation, Group, ImageResult
+    from p3net.metrics import Estimate
+    from p3net.structures import Dataset
+
+
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A run's folder, or a file of weights.")
+    ],
+    data: Data,
+    *,
+    split: Annotated[
+        str, typer.Option(metavar="SPLIT", help="Which images: test, val or train.")
+    ] = "test",
+    csv: Annotated[
+        Path | None, typer.Option(metavar="OUT.csv", help="Write a line for every image.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.png", help="Draw the worst, the median and the best images."),
+    ] = None,
+    scatter: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Plot people against counted.")
+    ] = None,
+) -> None:
+    """MAE, RMSE and NAE on whole images, with 95 % bootstrap intervals, and by kind of image."""
+    from p3net import evaluation
+    from p3net.app import figures
+    from p3net.app.console import progress, stderr
+    from p3net.app.contact_sheet import require_picture_path
+    from p3net.checkpoint import load
+    from p3net.data.catalogue import open_dataset
+
+    for path in (picture, scatter):
+        if path is not None:
+            require_picture_path(path)
+    if scatter is not None:
+        figures.require_matplotlib()
+    if csv is not None:
+        _require_folder(csv)
+    counter = load(model)
+    dataset = part(open_dataset(data), split)
+    notes = warnings(counter, model, dataset)
+    for note in notes:
+        stderr.print(f"WARNING: {note}", style="bold red", markup=False, soft_wrap=True)
+    labelled = dataset.where(lambda sample: sample.labelled)
+    if left_out := len(dataset) - len(labelled):
+        stderr.print(f"{left_out:,} images without points are left out", markup=False)
+    with progress(len(labelled), "counting") as update:
+        found = evaluation.evaluate(counter, labelled, lambda done, _total: update(done))
+    if csv is not None:
+        write_csv(csv, found.results)
+    if picture is not None:
+        cases(counter, labelled, found.results).save(picture)
+    if scatter is not None:
+        figures.on_white(figures.scatter({"model": found.results})).save(scatter)
+    if json:
+        _print_json(found, {"model": str(model), "data": data, "split": split, "warnings": notes})
+    else:
+        _print_tables(found, f"{data}, {split} images")
+
+
+def part(dataset: Dataset, split: str) -> Dataset:
+    """The images of a split; an error that names the splits there are."""
+    from p3net.errors import InputError
+
+    chosen = dataset.part(split)
+    if len(chosen):
+        return chosen
+    there = [f"{s} ({len(dataset.part(s)):,})" for s in ("train", "val", "test")]
+    there = [text for text in there if not text.endswith("(0)")]
+    raise InputError(
+        f"no {split} images; there are {', '.join(there)}: choose with --split",
+        source=dataset.root,
+    )
+
+
+def _require_folder(path: Path) -> None:
+    from p3net.errors import InputError
+
+    if not path.parent.is_dir():
+        raise InputError("its folder does not exist; make it first", source=path)
+
+
+# --- what makes figures worthless -------------------------------------------------------------
+
+
+def warnings(counter: Counter, model: Path, dataset: Dataset) -> list[str]:
+    """Reasons not to trust figures of this model on these images."""
+    found = []
+    if counter.metadata.get("chosen_on_test"):
+        found.append(
+            "this model was chosen on test images; its figures on them are not those of "
+            "unseen images"
+        )
+    roles = shared_roles(counter, model, dataset)
+    if roles:
+        which = " and ".join(f"{number:,} {role}" for role, number in roles.items())
+        found.append(
+            f"of these {len(dataset):,} images, the run itself used {which}; "
+            "these figures say little about unseen images"
+        )
+    return found
+
+
+def shared_roles(counter: Counter, model: Path, dataset: Dataset) -> dict[str, int]:
+    """How many of the images the model's own run used, by role; a run's folder keeps its lists.
+
+    Images are the same where the kind of data and the key are; names of rendered scenes say
+    nothing without their seed and size.
+    """
+    from p3net.data import splits
+    from p3net.data.catalogue import SYNTHETIC, open_dataset
+    from p3net.data.synthetic import parse_spec
+    from p3net.errors import InputError
+
+    folder = (model if model.is_dir() else model.parent) / "split"
+    own = counter.metadata.get("settings", {}).get("data")
+    if own is None or not folder.is_dir():
+        return {}
+    try:
+        split = splits.read(folder)
+        trained_on = open_dataset(own)
+    except InputError:  # moved or changed since: nothing to compare with
+        return {}
+    if trained_on.kind != dataset.kind:
+        return {}
+    if dataset.kind == SYNTHETIC:
+        one, two = (parse_spec(d.root.partition(":")[2]) for d in (trained_on, dataset))
+        if (one.seed, one.size_hw) != (two.seed, two.size_hw):
+            return {}
+    keys = {sample.key for sample in dataset.samples}
+    roles = {role: len(keys & set(split.keys(role))) for role in splits.ROLES if role != "test"}
+    return {role: number for role, number in roles.items() if number}
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+def record(found: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON; figures that do not exist are null."""
+    groups = {"by_level": found.by_level, "by_weather": found.by_weather}
+    images = [
+        {"key": r.key, "truth": r.truth, "counted": r.counted, "error": r.error, **r.tags}
+        for r in found.results
+    ]
+    return {
+        **_group(found.overall),
+        **{name: {each.name: _group(each) for each in group} for name, group in groups.items()},
+        "per_image": images,
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    import math
+    from dataclasses import asdict
+
+    metrics = {name: asdict(estimate) for name, estimate in group.metrics.items()}
+    finite = {
+        name: {part: None if math.isnan(value) else value for part, value in parts.items()}
+        for name, parts in metrics.items()
+    }
+    return {"images": group.images, **finite}
+
+
+def write_csv(path: Path, results: Sequence[ImageResult]) -> None:
+    """A line for every image: key, truth, counted, error and what the set says of it."""
+    import csv
+
+    tags = sorted({tag for result in results for tag in result.tags})
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "truth", "counted", "error", *tags])
+        for r in results:
+            own = [r.tags.get(tag, "") for tag in tags]
+            writer.writerow([r.key, r.truth, f"{r.counted:.4f}", f"{r.error:.4f}", *own])
+
+
+def cases(counter: Counter, dataset: Dataset, results: Sequence[ImageResult]) -> Image.Image:
+    """Panels of the worst two, the median two and the best two images, fewer of few.
+
+    The best are looked for among images with people, where there are any.
+    """
+    from p3net.app import figures
+
+    samples = {sample.key: sample for sample in dataset.samples}
+    panels = []
+    for word, result in chosen_cases(results):
+        sample = samples[result.key]
+        with sample.open() as image:
+            prediction = counter.count(image)
+        with sample.open() as image:
+            points = sample.marks().points_xy
+            panels.append(figures.panel(image, points, prediction, title=f"{word}: {result.key}"))
+    return figures.stack(panels)
+
+
+def chosen_cases(results: Sequence[ImageResult]) -> list[tuple[str, ImageResult]]:
+    """The worst, median and best by absolute error, no image twice."""
+    ranked = sorted(results, key=lambda r: (-abs(r.error), r.key))
+    with_people = [r for r in ranked if r.truth] or ranked
+    middle = (len(ranked) - 1) // 2
+    wanted = [("worst", r) for r in ranked[:2]]
+    wanted += [("median", r) for r in ranked[middle : middle + 2]]
+    wanted += [("best", r) for r in reversed(with_people[-2:])]
+    first: dict[str, tuple[str, ImageResult]] = {}
+    for word, result in wanted:
+        first.setdefault(result.key, (word, result))
+    return list(first.values())
+
+
+def _print_json(found: Evaluation, context: dict[str, Any]) -> None:
+    import json
+
+    typer.echo(json.dumps({**context, **record(found)}, indent=2))
+
+
+def _print_tables(found: Evaluation, title: str) -> None:
+    from p3net.app.console import console, table
+
+    header = ("", "images", "MAE", 'RMSE ("MSE" in papers)', "NAE")
+    console.print(table(header, [_row(found.overall)], title=title))
+    short = ("images", "MAE", "RMSE", "NAE")
+    if len(found.by_level) > 1:
+        console.print(table(("people", *short), map(_row, found.by_level)))
+    if len(found.by_weather) > 1:
+        console.print(table(("weather", *short), map(_row, found.by_weather)))
+    console.print("Beside each figure its 95 % interval over images drawn again.", style="dim")
+
+
+def _row(group: Group) -> tuple[str, ...]:
+    figures = (shown(group.metrics[name]) for name in ("mae", "rmse"))
+    return (group.name, f"{group.images:,}", *figures, shown(group.metrics["nae"], 3))
+
+
+def shown(estimate: Estimate, digits: int = 2) -> str:
+    """A figure and its interval; a dash where there is none."""
+    import math
+
+    value, low, high = estimate.value, estimate.low, estimate.high
+    if math.isnan(value):  # no image with people
+        return "–"
+    return f"{value:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
