@@ -59,9 +59,8 @@ def dense_target(points_xy: Tensor, size: int, sigma: float = 8.0) -> Tensor:
     return shares.sum(0).view(size // 8, size // 8)
 
 
-def plain_network(network: P3Net) -> P3Net:
-    """The same weights with torch's own convolutions."""
-    plain = copy.deepcopy(network)
+def plain_network(plain: P3Net) -> P3Net:
+    """The same network with torch's own convolutions, changed in place."""
     for parent in list(plain.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, Conv3x3):
@@ -117,7 +116,7 @@ def build() -> P3Net:
 
 def gradient_difference(network: P3Net, batch: Batch) -> float:
     """‖ours − plain‖ / ‖plain‖ over all parameters, the targets being the same."""
-    plain = plain_network(network)
+    plain = plain_network(copy.deepcopy(network))
     for net, way in ((network, our_way(network)), (plain, plain_way(plain, exact=True))):
         net.zero_grad(set_to_none=True)
         way(batch)
@@ -161,7 +160,7 @@ def compare(size: int, batch: int, args: argparse.Namespace) -> None:
     data = crops(batch, size)
     network = build()
     difference = gradient_difference(network, data)
-    plain = plain_network(network)
+    plain = plain_network(copy.deepcopy(network))
     steps = (stepper(plain, plain_way(plain)), stepper(network, our_way(network)))
     best = [float("inf"), float("inf")]
     for repeat in range(args.repeats + 1):

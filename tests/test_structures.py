@@ -82,7 +82,7 @@ def test_marks_are_read_only_when_asked():
     assert one.marks().declared == 1
     hidden = one.without_labels()
     assert not hidden.labelled
-    with pytest.raises(InputError, match="train/a.jpg: its points are withheld"):
+    with pytest.raises(InputError, match=r"train/a\.jpg: its points are withheld"):
         hidden.marks()
     assert len(calls) == 1
     assert one.labelled  # the original is as it was

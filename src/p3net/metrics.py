@@ -29,8 +29,8 @@ def mae(truth: Floats, counted: Floats) -> float:
 def rmse(truth: Floats, counted: Floats) -> float:
     """Root of the mean squared error, which the literature on counting calls MSE.
 
-    >>> rmse(np.array([10.0, 0.0]), np.array([13.0, -4.0]))**2
-    12.5
+    >>> rmse(np.array([10.0, 0.0]), np.array([11.0, 7.0]))
+    5.0
     """
     return float(np.sqrt(np.square(counted - truth).mean()))
 

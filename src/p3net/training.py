@@ -350,12 +350,9 @@ def _over_all(
     return losses, {name: sum(values) / len(values) for name, values in noted.items()}
 
 
-def _score(record: Mapping[str, Any]) -> float:
-    return 2 * float(record["rmse"]) + float(record["mae"])
-
-
 def _is_best(history: list[dict[str, Any]]) -> bool:
-    return _score(history[-1]) <= min(map(_score, history))
+    scores = [2 * float(each["rmse"]) + float(each["mae"]) for each in history]
+    return scores[-1] <= min(scores)
 
 
 def _finish(
