@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from p3net import checkpoint
+from p3net.configuration import PRESETS, Settings, assignments, merge, read_yaml, settings
 from p3net.errors import InputError
-from p3net.experiment import (
-    PRESETS,
-    Settings,
-    assignments,
-    merge,
-    prepare,
-    read_yaml,
-    run,
-    settings,
-)
+from p3net.experiment import prepare, run
 
 DATA = "synthetic:3?train=8&val=2&test=2&size=96x128"
 TINY: dict[str, Any] = {
@@ -60,7 +52,7 @@ def test_the_presets_hold_the_two_columns_of_the_paper_and_its_code():
         assert (chosen.threshold, chosen.network.backbone, chosen.per_cell) == (0.5, "vgg19", False)
         assert (chosen.recipe.optimiser, chosen.recipe.weight_decay) == ("adam", decay)
         assert (chosen.views.crop, chosen.recipe.choose) == (512, "best")
-    assert [each.recipe.weight("ecr", 10**6) for each in (paper, code)] == [0.01, 0.1]
+    assert [each.recipe.weight("ecr", 10**6, epoch=5) for each in (paper, code)] == [0.01, 0.1]
     assert [each.recipe.learning_rate for each in (paper, code)] == [1e-5, 5e-6]
     assert [each.views.scale for each in (paper, code)] == [(0.7, 1.3), (0.75, 1.25)]
     assert [each.views.grey for each in (paper, code)] == [0, 0.12]

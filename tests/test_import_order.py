@@ -21,7 +21,8 @@ ORDER = (
     "losses.pdm", "losses.ecr", "losses.pointwise", "losses.bayesian", "losses.transport",
     "losses.ranking",
     "methods.base", "methods.supervised", "methods.views", "methods.p3net",
-    "metrics", "counting", "evaluation", "checkpoint", "recipe", "training", "experiment",
+    "metrics", "counting", "evaluation", "checkpoint",
+    "recipe", "configuration", "training", "experiment",
 )
 # fmt: on
 

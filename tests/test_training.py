@@ -73,10 +73,12 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 def test_a_term_starts_and_ramps():
     term = Term(weight=6.0, start=3, ramp=3)
-    assert [term.at(step) for step in range(8)] == [0, 0, 0, 2, 4, 6, 6, 6]
-    assert [Term(weight=2.0, start=1).at(step) for step in range(3)] == [0, 2, 2]
+    assert [term.at(step, epoch=0) for step in range(8)] == [0, 0, 0, 2, 4, 6, 6, 6]
+    assert [Term(weight=2.0, start=1).at(step, epoch=0) for step in range(3)] == [0, 2, 2]
+    later = Term(weight=3.0, from_epoch=5)
+    assert [later.at(9, epoch) for epoch in (0, 4, 5, 6)] == [0, 0, 3, 3]
     recipe = Recipe(terms={"ecr": term})
-    assert (recipe.weight("ecr", 4), recipe.weight("pdm", 4)) == (4, 1)
+    assert (recipe.weight("ecr", 4, epoch=0), recipe.weight("pdm", 4, epoch=0)) == (4, 1)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero():

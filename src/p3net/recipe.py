@@ -19,14 +19,16 @@ class Term(BaseModel):
         default=0, ge=0, description="steps over which the weight grows to its full size"
     )
 
-    def at(self, step: int) -> float:
+    from_epoch: int = Field(default=0, ge=0, description="first pass over the images it counts in")
+
+    def at(self, step: int, epoch: int) -> float:
         """The weight in a step.
 
         >>> term = Term(weight=2.0, start=10, ramp=4)
-        >>> [term.at(step) for step in (9, 10, 11, 13, 14)]
+        >>> [term.at(step, epoch=0) for step in (9, 10, 11, 13, 14)]
         [0.0, 0.5, 1.0, 2.0, 2.0]
         """
-        if step < self.start:
+        if step < self.start or epoch < self.from_epoch:
             return 0.0
         return self.weight * min(1.0, (step - self.start + 1) / max(self.ramp, 1))
 
@@ -61,9 +63,9 @@ class Recipe(BaseModel):
     choose: Literal["best", "last"] = "best"
     workers: int = Field(default=1, ge=0, description="loading processes")
 
-    def weight(self, name: str, step: int) -> float:
+    def weight(self, name: str, step: int, epoch: int) -> float:
         """The weight of a loss in a step; 1 for a loss that `terms` does not name."""
-        return self.terms.get(name, Term()).at(step)
+        return self.terms.get(name, Term()).at(step, epoch)
 
     def rate(self, step: int) -> float:
         """The learning rate's factor in a step: warm-up, then constant or a cosine to 0."""

@@ -56,7 +56,7 @@ def inside(points_xy: Points, size_hw: tuple[int, int]) -> NDArray[np.bool_]:
     return (x >= 0) & (x < width) & (y >= 0) & (y < height)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Marks:
     """The annotation of one image.
 
@@ -173,7 +173,7 @@ class Dataset:
         return replace(self, samples=tuple(by_key[key] for key in keys))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Crops of one size, ready for a network.
 

@@ -190,7 +190,8 @@ def train(
     while run.step < recipe.steps:
         started = time.perf_counter()
         torch.manual_seed(torch_generator(seed, run.step, world.rank, 2).initial_seed())
-        losses, records, waited = _step(wrapped, steps, run, recipe, divisors, world)
+        epoch = stream.epoch(run.step * recipe.accumulate)
+        losses, records, waited = _step(wrapped, steps, run, recipe, divisors, epoch, world)
         seconds = time.perf_counter() - started
         run.step += 1
         done = run.step == recipe.steps
@@ -255,6 +256,7 @@ def _step(
     run: Run,
     recipe: Recipe,
     divisors: Divisors,
+    epoch: int,
     world: World,
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """One optimiser step; gives the losses, the method's records and the seconds waited."""
@@ -275,7 +277,9 @@ def _step(
         losses = {name: float(term.detach()) for name, term in result.terms.items()}
         _guard(losses, run.step, names)
         parts.append((losses, result.records))
-        weighed = [recipe.weight(name, run.step) * term for name, term in result.terms.items()]
+        weighed = [
+            recipe.weight(name, run.step, epoch) * term for name, term in result.terms.items()
+        ]
         if weighed:
             # Processes' gradients are averaged, but each divided by the whole step's images.
             total = torch.stack(weighed).sum() * world.size / recipe.accumulate

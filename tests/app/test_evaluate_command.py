@@ -141,7 +141,7 @@ def test_weather_and_missing_figures_in_json():
     assert json.loads(text)["by_weather"]["fog"]["nae"]["value"] is None
     assert json.loads(text)["by_weather"]["fog"]["mae"]["value"] == 1.0
     assert shown(fog.metrics["nae"]) == "–"
-    assert shown(Estimate(1234.5, 0.25, 2000)) == "1,234.50 (0.25–2,000.00)"
+    assert shown(Estimate(1234.5, 0.21, 2000)) == "1,234.5 (0.2–2,000)"
 
 
 def test_the_cases_are_the_extremes_and_the_middle():

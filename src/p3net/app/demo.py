@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from p3net.experiment import Settings
+    from p3net.configuration import Settings
     from p3net.metrics import Estimate
 
 PRESET = "quick"
@@ -85,13 +84,13 @@ def demo(
 
 def run_settings(seed: int, steps: int | None) -> dict[str, Settings]:
     """The settings of the three runs."""
-    from p3net import experiment
+    from p3net import configuration
 
-    common = experiment.merge(SETTINGS["every run"], {"seed": seed})
+    common = configuration.merge(SETTINGS["every run"], {"seed": seed})
     if steps is not None:
-        common = experiment.merge(common, {"recipe": {"steps": steps}})
+        common = configuration.merge(common, {"recipe": {"steps": steps}})
     return {
-        name: experiment.settings(experiment.merge(common, SETTINGS[name]), preset=PRESET)
+        name: configuration.settings(configuration.merge(common, SETTINGS[name]), preset=PRESET)
         for name in RUNS
     }
 
@@ -138,13 +137,13 @@ def train_one(settings: dict[str, Any], folder: Path, output: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from p3net import evaluation, experiment
+    from p3net import configuration, evaluation, experiment
     from p3net.app import demo_page
     from p3net.app.evaluate import record
     from p3net.errors import InputError
 
     try:
-        prepared = experiment.prepare(experiment.Settings(**settings))
+        prepared = experiment.prepare(configuration.Settings(**settings))
         counter = experiment.run(prepared, folder, resume=True)
         found = evaluation.evaluate(counter, prepared.data.test)
     except InputError as error:
@@ -227,25 +226,20 @@ def _last_words(name: str, code: int, output: Path) -> str:
     return f"the run {name!r} {how}. Its last lines ({output}):\n{said}"
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """How far a run is."""
-
-    step: int
-    words: str
+_State = tuple[int, str]  # the steps a run has done, and a word about it
 
 
 def _state(folder: Path, is_running: bool) -> _State:
     last = _last_line(folder / "log.jsonl")
     step = last["step"] if last else 0
     if (folder / "test.json").exists():
-        return _State(step, "done")
+        return (step, "done")
     if not is_running:
-        return _State(step, "waiting")
+        return (step, "waiting")
     if last is None:
-        return _State(0, "preparing")
+        return (0, "preparing")
     losses = last["losses"]
-    return _State(step, "  ".join(f"{name} {value:.4g}" for name, value in losses.items()))
+    return (step, "  ".join(f"{name} {value:.4g}" for name, value in losses.items()))
 
 
 def _last_line(path: Path) -> dict[str, Any] | None:
@@ -287,8 +281,8 @@ def _progress(totals: Mapping[str, int]) -> Iterator[Callable[[Mapping[str, _Sta
             }
 
             def update(states: Mapping[str, _State]) -> None:
-                for name, state in states.items():
-                    bars.update(tasks[name], completed=state.step, words=state.words)
+                for name, (step, words) in states.items():
+                    bars.update(tasks[name], completed=step, words=words)
 
             yield update
     else:
@@ -296,10 +290,10 @@ def _progress(totals: Mapping[str, int]) -> Iterator[Callable[[Mapping[str, _Sta
 
         def line(states: Mapping[str, _State]) -> None:
             nonlocal before
-            done = tuple(name for name, state in states.items() if state.words == "done")
+            done = tuple(name for name, (_, words) in states.items() if words == "done")
             if done != before[1] or time.monotonic() - before[0] > 10:
                 before = (time.monotonic(), done)
-                each = (f"{n} {s.step}/{totals[n]} {s.words}" for n, s in states.items())
+                each = (f"{n} {step}/{totals[n]} {words}" for n, (step, words) in states.items())
                 stderr.print(" | ".join(each), markup=False, soft_wrap=True)
 
         yield line

@@ -233,16 +233,24 @@ def _print_json(found: Evaluation, context: dict[str, Any]) -> None:
 
 
 def _print_tables(found: Evaluation, title: str) -> None:
+    from rich import box
+
     from p3net.app.console import console, table
 
-    header = ("", "images", "MAE", 'RMSE ("MSE" in papers)', "NAE")
-    console.print(table(header, [_row(found.overall)], title=title))
-    short = ("images", "MAE", "RMSE", "NAE")
-    if len(found.by_level) > 1:
-        console.print(table(("people", *short), map(_row, found.by_level)))
-    if len(found.by_weather) > 1:
-        console.print(table(("weather", *short), map(_row, found.by_weather)))
-    console.print("Beside each figure its 95 % interval over images drawn again.", style="dim")
+    made = table(("", "images", "MAE", "RMSE", "NAE"), [_row(found.overall)], title=title)
+    made.box, made.pad_edge = box.SIMPLE_HEAD, False  # narrow enough for 80 columns
+    for words, groups in (("people", found.by_level), ("weather", found.by_weather)):
+        if len(groups) > 1:
+            made.add_section()
+            made.add_row(words, style="dim")
+            for group in groups:
+                made.add_row(*_row(group))
+    console.print(made)
+    console.print(
+        'RMSE is the "MSE" of the papers. In brackets: 95 % intervals, images drawn again.',
+        style="dim",
+        soft_wrap=True,
+    )
 
 
 def _row(group: Group) -> tuple[str, ...]:
@@ -251,10 +259,14 @@ def _row(group: Group) -> tuple[str, ...]:
 
 
 def shown(estimate: Estimate, digits: int = 2) -> str:
-    """A figure and its interval; a dash where there is none."""
+    """A figure and its interval, each with as many digits as it bears; a dash where none is."""
     import math
 
-    value, low, high = estimate.value, estimate.low, estimate.high
-    if math.isnan(value):  # no image with people
+    if math.isnan(estimate.value):  # no image with people
         return "–"
-    return f"{value:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+    low, high = (_rounded(end, digits - 1) for end in (estimate.low, estimate.high))
+    return f"{_rounded(estimate.value, digits)} ({low}–{high})"
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{value:,.{digits - (value >= 100)}f}"

@@ -15,7 +15,8 @@ import typer
 from p3net.errors import InputError
 
 if TYPE_CHECKING:
-    from p3net.experiment import Prepared, Settings
+    from p3net.configuration import Settings
+    from p3net.experiment import Prepared
     from p3net.training import Progress
 
 PRESET = "quick"
@@ -159,7 +160,7 @@ def _given(
     assign: list[str],
 ) -> dict[str, Any]:
     """What the user set: the file, then --set, then the options of their own."""
-    from p3net.experiment import assignments, merge, read_yaml
+    from p3net.configuration import assignments, merge, read_yaml
 
     given = merge(read_yaml(config) if config else {}, assignments(assign))
     options = {"data": data, "labelled": labelled, "validation": validation, "seed": seed}
@@ -171,17 +172,19 @@ def _settings(
     given: Mapping[str, Any], preset: str, folder: Path, config: Path | None, *, resume: bool
 ) -> Settings:
     """The settings; those of a run to be resumed are its own, and what is given must agree."""
-    from p3net import experiment
+    from p3net import configuration, experiment
 
     if resume and (folder / "run.json").is_file():
         before = experiment.read_record(folder).get("settings", {})
-        return experiment.settings(experiment.merge(before, given), source=folder / "run.json")
+        return configuration.settings(
+            configuration.merge(before, given), source=folder / "run.json"
+        )
     if "data" not in given:
         raise InputError(
             "DATA is missing: a path, or sha:PATH, folder:PATH, synthetic:SEED; "
             "only --resume of a run that began does without"
         )
-    return experiment.settings(given, preset=preset, source=config)
+    return configuration.settings(given, preset=preset, source=config)
 
 
 def _default_folder(given: Mapping[str, Any]) -> Path:

@@ -1,0 +1,253 @@
+"""Everything a run depends on, in one validated value; presets; a user's words over them.
+
+A preset is a dictionary of the fields it sets; `--set a.b=c` and a YAML file override it. An
+unknown key is refused with the nearest right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationError, model_validator
+
+from p3net.data.transforms import Augmentation
+from p3net.errors import InputError
+from p3net.methods.supervised import LABELLED
+from p3net.network.p3net import Architecture
+from p3net.network.regressor import RegressorArchitecture
+from p3net.recipe import Recipe
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+
+class Streaming(_Strict):
+    """How a step's crops are drawn."""
+
+    kind: Literal["paired", "mixed"] = "paired"
+    labelled: int = Field(default=1, ge=1, description="labelled crops in a step (paired)")
+    unlabelled: int = Field(default=1, ge=0, description="unlabelled crops in a step (paired)")
+    batch: int = Field(default=1, ge=1, description="crops in a step (mixed)")
+
+
+class Views(_Strict):
+    """The augmentation of training crops."""
+
+    scale: tuple[float, float] = (0.7, 1.3)
+    flip: float = Field(default=0.5, ge=0, le=1)
+    crop: int = Field(default=512, ge=16, description="side of the square crop in pixels")
+    grey: float = Field(default=0.0, ge=0, le=1, description="share of crops turned grey")
+    max_shorter_side: int = Field(default=2048, ge=16)
+
+    @model_validator(mode="after")
+    def _whole_positions(self) -> Views:
+        if self.crop % 16:
+            low, high = self.crop // 16 * 16, -(-self.crop // 16) * 16
+            raise ValueError(f"crop {self.crop} is not a multiple of 16; use {low} or {high}")
+        return self
+
+    def augmentation(self) -> Augmentation:
+        """As the loader takes it."""
+        return Augmentation(self.scale, self.flip, self.crop, self.grey, self.max_shorter_side)
+
+
+class Settings(_Strict):
+    """One run. `data` is the only field without a default."""
+
+    data: str = Field(description="a path, or sha:PATH, folder:PATH, synthetic:SEED, …")
+    labelled: str = Field(
+        default="5%", description="a share, a number, a list file or a split's folder"
+    )
+    validation: str = Field(
+        default="auto",
+        description="the same, out of the training images; 0 for none; auto: the published "
+        "validation images, or 10% of the training images where there are none",
+    )
+    stratified: bool = Field(
+        default=False, description="spread the labelled images over the counts, which peeks at them"
+    )
+    seed: int = Field(default=1, ge=0)
+    method: Literal["p3net", "supervised"] = "p3net"
+    loss: Literal["pdm", "pdm-rooted", "pdm-l1", "ce", "mse", "bl", "dm"] = "pdm"
+    threshold: float = Field(default=0.5, ge=0, lt=1, description="ξ: confidence that ECR asks for")
+    strong: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="light and colour of the unlabelled images' second view",
+    )
+    hidden: float = Field(
+        default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
+    )
+    per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
+    sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
+    intervals: Literal["auto", "published", "fit"] = Field(
+        default="auto", description="auto: published for the paper's sets, fitted elsewhere"
+    )
+    partition: Literal["uep", "uniform-length", "uniform-number"] = "uep"
+    intervals_count: int = Field(default=25, ge=2, description="C, intervals of a branch")
+    weights: str = Field(
+        default="imagenet", description="of the backbone: imagenet, none, or a file"
+    )
+    network: Annotated[Architecture | RegressorArchitecture, Discriminator("kind")] = Architecture()
+    views: Views = Views()
+    streaming: Streaming = Streaming()
+    recipe: Recipe = Recipe()
+    test_as_validation: bool = Field(
+        default=False, description="choose the model on the test images: a sin, recorded for ever"
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        if self.network.backbone == "lite0" and self.weights == "none":
+            raise ValueError(
+                "lite0 keeps its batch statistics frozen and cannot start from nothing; "
+                "use weights: imagenet or a file"
+            )
+        if self.network.kind == "regressor" and self.method != "supervised":
+            raise ValueError("a regressor has no branches to compare; use method: supervised")
+        if self.network.kind == "regressor" and self.loss not in ("bl", "dm"):
+            raise ValueError(f"a regressor has no intervals for loss {self.loss}; use bl or dm")
+        for name in self.recipe.terms:
+            if name not in ("ecr", *LABELLED):
+                known = ", ".join(("ecr", *LABELLED))
+                raise ValueError(f"recipe.terms.{name}: no loss is called so; use one of {known}")
+        return self
+
+
+# --- presets -----------------------------------------------------------------------------------
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"recipe": {"terms": {"ecr": {"weight": 0.01}}}},
+    "authors": {
+        "streaming": {"kind": "mixed"},
+        "views": {"scale": [0.75, 1.25], "grey": 0.12},
+        "network": {"kind": "p3net", "tokens": "zeros", "decoders": "copies", "grid": "authors"},
+        "recipe": {
+            "learning_rate": 5e-6,
+            "weight_decay": 1e-4,
+            "terms": {"ecr": {"weight": 0.1, "from_epoch": 5}},
+        },
+    },
+    "quick": {
+        "per_cell": True,
+        "network": {
+            "kind": "p3net",
+            "backbone": "lite0",
+            "layers": 2,
+            "hidden": 512,
+            "dropout": 0.0,
+            "scaled_logits": True,
+        },
+        "views": {"crop": 256},
+        "streaming": {"labelled": 4, "unlabelled": 4},
+        "intervals": "fit",
+        "recipe": {
+            "steps": 1200,
+            "optimiser": "adamw",
+            "learning_rate": 4e-4,
+            "backbone_factor": 0.3,
+            "weight_decay": 1e-4,
+            "schedule": "cosine",
+            "warmup": 100,
+            "clip": 1.0,
+            "average": 0.998,
+            "terms": {"ecr": {"weight": 20.0, "start": 100, "ramp": 300}},
+            "choose": "last",
+        },
+    },
+}
+"""`paper` and `authors` are SPEC's two columns; `quick` is for few labels and two cores.
+
+The authors' crops of ShanghaiTech A (256 px) are a matter of the data: `--set views.crop=256`.
+"""
+
+
+def settings(
+    given: Mapping[str, Any], *, preset: str = "paper", source: str | Path | None = None
+) -> Settings:
+    """Validate what a user gave over a preset; errors name the key and the remedy."""
+    if preset not in PRESETS:
+        raise InputError(f"unknown preset {preset!r}; use one of {', '.join(PRESETS)}")
+    base = dict(PRESETS[preset])
+    asked = given.get("network")
+    if isinstance(asked, Mapping) and asked.get("kind") == "regressor":  # what it shares with P³Net
+        shared = base.get("network", {}).keys() & RegressorArchitecture.model_fields.keys()
+        base["network"] = {key: base["network"][key] for key in shared - {"kind"}}
+    merged = merge(base, given)
+    network = merged.get("network")
+    if isinstance(network, dict):
+        network.setdefault("kind", "p3net")
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        lines = [_explain(cast("Mapping[str, Any]", each)) for each in error.errors()]
+        raise InputError("; ".join(dict.fromkeys(lines)), source=source) from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries, the second's entries over the first's."""
+    result = {key: merge(v, {}) if isinstance(v, Mapping) else v for key, v in base.items()}
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        result[key] = merge(cast("Mapping[str, Any]", old), value) if both else value
+    return result
+
+
+def assignments(pairs: Iterable[str]) -> dict[str, Any]:
+    """`["a.b=1", "c=x"]` → {"a": {"b": 1}, "c": "x"}, values read as YAML.
+
+    >>> assignments(["recipe.steps=10", "labelled=5%"])
+    {'recipe': {'steps': 10}, 'labelled': '5%'}
+    """
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        path, equals, text = pair.partition("=")
+        if not equals or not path:
+            raise InputError(f"expected key=value after --set, got {pair!r}")
+        value: Any = yaml.safe_load(text)
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        result = merge(result, value)
+    return result
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file of settings."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot be read as YAML: {error}", source=path) from None
+    if not isinstance(content, dict):
+        raise InputError("a mapping of settings was expected", source=path)
+    return content
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    """One of pydantic's complaints in the project's words."""
+    path = [str(part) for part in error["loc"] if part not in ("p3net", "regressor")]
+    key = ".".join(path) or "settings"
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(Settings), n=1, cutoff=0.5)
+        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if error["type"] == "missing":
+        return f"{key} is missing; it has no default"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message if key == "settings" else f"{key}: {message}, got {error['input']!r}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, info in model.model_fields.items():
+        keys.append(prefix + name)
+        named = ".ecr" if get_origin(info.annotation) is dict else ""
+        for kind in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += _keys(kind, f"{prefix}{name}{named}.")
+    return keys
