@@ -136,6 +136,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "per_cell": True,
+        "threshold": 0.0,
+        "strong": 0.8,
         "network": {
             "kind": "p3net",
             "backbone": "lite0",
@@ -157,7 +159,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "warmup": 100,
             "clip": 1.0,
             "average": 0.998,
-            "terms": {"ecr": {"weight": 20.0, "start": 100, "ramp": 300}},
+            "terms": {"ecr": {"weight": 200.0, "start": 100, "ramp": 100}},
             "choose": "last",
         },
     },

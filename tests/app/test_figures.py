@@ -133,7 +133,7 @@ def log(steps: int, *, ecr: bool, validation: bool) -> list[dict[str, object]]:
         {
             "step": step,
             "losses": {"pdm": 1.0 / step} | ({"ecr": 0.1} if ecr else {}),
-            "records": {"mask_share": 0.5} if ecr else {},
+            "records": {"disagreement": 0.5} if ecr else {},
             "validation": {"mae": 3.0} if validation and step % 5 == 0 else None,
         }
         for step in range(1, steps + 1)

@@ -27,11 +27,19 @@ PRESET = "quick"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "every run": {
-        "data": "synthetic:1?train=200&val=0&test=60&size=240x320",
+        "data": "synthetic:1?train=200&val=0&test=100&size=240x320",
         "labelled": "5%",
+        "stratified": True,
         "validation": "0",
-        "views": {"crop": 192},
-        "recipe": {"steps": 400, "choose": "last"},
+        "views": {"crop": 160},
+        "recipe": {
+            "steps": 400,
+            "warmup": 40,
+            "average": 0.99,
+            "terms": {"ecr": {"start": 60, "ramp": 60}},
+            "choose": "last",
+            "workers": 0,
+        },
     },
     "labels": {"method": "supervised"},
     "p3net": {"method": "p3net"},

@@ -123,7 +123,8 @@ learned for {results["steps"]:,} steps each:</p>
 else;</li>
 <li><b>{escape(ours["title"])}</b>: besides them, the {ours["unlabelled_images"]:,} scenes without
 labels. The network has two branches that divide densities at different borders, and on unlabelled
-scenes, wherever both are confident, their expectations must agree;</li>
+scenes their expectations must agree (ECR): each branch, shown the scene in other light, is drawn to
+what the other branch says of the plain one;</li>
 <li><b>{escape(everything["title"])}</b>: all {everything["labelled_images"]:,} scenes with
 {everything["labelled_points"]:,} marked heads, the best that labels can buy.</li>
 </ul>
@@ -170,17 +171,17 @@ def _about_curves(logs: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
         "Left, the loss on labelled crops. Few scenes can be learned by heart, so a low loss is "
         "not yet a low error on new scenes."
     )
-    shares = [
-        line["records"]["mask_share"]
+    apart = [
+        line["records"]["disagreement"]
         for log in logs.values()
         for line in log
-        if "mask_share" in line["records"]
+        if "disagreement" in line["records"]
     ]
-    if shares:
-        tail = shares[-max(1, len(shares) // 10) :]
+    if apart:
+        tail = apart[-max(1, len(apart) // 10) :]
         words += (
-            " Right, the share of unlabelled cells where both branches are confident enough for "
-            f"ECR to act: {sum(tail) / len(tail):.0%} of them at the end."
+            " Right, how far the branches are apart on unlabelled crops, one on the plain view and "
+            f"one on the other: {sum(tail) / len(tail):.0%} of the count at the end."
         )
     return f"<p>{words}</p>"
 

@@ -240,7 +240,7 @@ def scatter(results: Mapping[str, Sequence[ImageResult]], *, dark: bool = False)
 
 
 def curves(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool = False) -> bytes:
-    """Loss, validation MAE and mask share over the steps, where recorded; a transparent PNG.
+    """Loss, validation MAE and disagreement over the steps, where recorded; a transparent PNG.
 
     Args:
         logs: the lines of each run's `log.jsonl`, by the run's name.
@@ -249,7 +249,7 @@ def curves(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool = Fals
     wanted: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
         "loss on labelled crops": _labelled_loss,
         "validation MAE": lambda line: (line.get("validation") or {}).get("mae"),
-        "share of cells that ECR acts on": lambda line: line["records"].get("mask_share"),
+        "branches apart on unlabelled crops": lambda line: line["records"].get("disagreement"),
     }
     series: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for title, value in wanted.items():
