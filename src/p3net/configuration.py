@@ -136,7 +136,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "per_cell": True,
-        "threshold": 0.0,
         "strong": 0.8,
         "network": {
             "kind": "p3net",
