@@ -182,19 +182,22 @@ class Batch:
         points_xy: B tensors N×2 float64, pixels of the crop; None for unlabelled crops.
         names: B keys of the images the crops come from.
         shorter_sides: B lengths in px: the shorter side of the scaled image before cropping.
+        seeds: B numbers, functions of (seed, step, position), for whatever a method draws for a
+            crop; empty where nothing is drawn.
     """
 
     images: Tensor
     points_xy: tuple[Tensor, ...] | None
     names: tuple[str, ...]
     shorter_sides: tuple[float, ...]
+    seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that the parts agree."""
         count = len(self.images)
         if self.images.ndim != 4 or self.images.shape[1] != 3:
             raise InputError(f"images must be B×3×H×W, got {tuple(self.images.shape)}")
-        lengths = {len(self.names), len(self.shorter_sides)}
+        lengths = {len(self.names), len(self.shorter_sides), len(self.seeds or self.names)}
         if self.points_xy is not None:
             lengths.add(len(self.points_xy))
         if lengths != {count}:

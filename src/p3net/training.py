@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -331,7 +331,7 @@ def _to(step: Step, device: torch.device, recipe: Recipe) -> Step:
             return batch
         form = torch.channels_last if recipe.channels_last else torch.contiguous_format
         images = batch.images.to(device, memory_format=form, non_blocking=True)
-        return Batch(images, batch.points_xy, batch.names, batch.shorter_sides)
+        return replace(batch, images=images)
 
     return Step(step.index, move(step.labelled), move(step.unlabelled))
 

@@ -190,6 +190,7 @@ class _Crops:
     points_xy: tuple[Points, ...] | None
     names: tuple[str, ...]
     shorter_sides: tuple[float, ...]
+    seeds: tuple[int, ...]
 
     def batch(self) -> Batch:
         points = self.points_xy
@@ -198,9 +199,11 @@ class _Crops:
             points_xy=None if points is None else tuple(torch.tensor(each) for each in points),
             names=self.names,
             shorter_sides=self.shorter_sides,
+            seeds=self.seeds,
         )
 
 
+_Crop = tuple[Sample, Pixels, float, Points | None, int]
 _Made = tuple[_Crops | None, _Crops | None]
 
 
@@ -225,8 +228,7 @@ class _Maker(Dataset[_Made | InputError]):
             return error
 
     def make(self, step: int) -> _Made:
-        parts: dict[bool, list[tuple[Sample, Pixels, float, Points | None]]]
-        parts = {True: [], False: []}
+        parts: dict[bool, list[_Crop]] = {True: [], False: []}
         first = 0
         for number, indices in enumerate(step_indices(self.stream, self.seed, step)):
             lane = self.stream.lanes[number]
@@ -237,10 +239,8 @@ class _Maker(Dataset[_Made | InputError]):
             first += lane.per_step
         return _collect(parts[True]), _collect(parts[False])
 
-    def crop(
-        self, lane: int, index: int, rng: np.random.Generator
-    ) -> tuple[Sample, Pixels, float, Points | None]:
-        """One crop: its sample, pixels, the scaled image's shorter side, and its points."""
+    def crop(self, lane: int, index: int, rng: np.random.Generator) -> _Crop:
+        """One crop: its sample, pixels, the scaled image's shorter side, its points, its seed."""
         sample = self.stream.lanes[lane].samples[index]
         shrunk_xy = (1.0, 1.0)
         if self.cache is None:
@@ -261,19 +261,21 @@ class _Maker(Dataset[_Made | InputError]):
             if (lane, index) not in self.points:
                 self.points[lane, index] = sample.marks().points_xy
             points = apply_to_points(self.points[lane, index] * np.array(shrunk_xy), view)
-        return sample, pixels, min(size_hw) * view.scale_xy[0], points
+        seed = int(rng.integers(1 << 62))
+        return sample, pixels, min(size_hw) * view.scale_xy[0], points, seed
 
 
-def _collect(crops: list[tuple[Sample, Pixels, float, Points | None]]) -> _Crops | None:
+def _collect(crops: list[_Crop]) -> _Crops | None:
     """One batch of crops that are all labelled or all not; None where there are none."""
     if not crops:
         return None
-    samples, pixels, shorter_sides, points = zip(*crops, strict=True)
+    samples, pixels, shorter_sides, points, seeds = zip(*crops, strict=True)
     return _Crops(
         pixels=torch.from_numpy(np.stack(pixels)),
         points_xy=points if samples[0].labelled else None,
         names=tuple(sample.key for sample in samples),
         shorter_sides=shorter_sides,
+        seeds=seeds,
     )
 
 

@@ -55,7 +55,9 @@ class P3NetMethod(Supervised):
         if step.unlabelled is not None and (self.strong or self.hidden):
             with torch.no_grad():
                 plain = cast("Output", self.network(step.unlabelled.images))
-            images[-1] = strong_view(step.unlabelled.images, self.strong, self.hidden)
+            images[-1] = strong_view(
+                step.unlabelled.images, step.unlabelled.seeds, self.strong, self.hidden
+            )
         output = cast("Output", self.network(torch.cat(images)))
         terms: dict[str, Tensor] = {}
         records: dict[str, float] = {}
