@@ -43,14 +43,14 @@ def dense_softmax(points_xy: Tensor, size: int) -> Tensor:
     return (-distance / (2 * SIGMA**2)).softmax(1).sum(0).view(len(centres), len(centres))
 
 
-def best(function: Callable[[], object], seconds: float = 1.0) -> float:
+def median(function: Callable[[], object], seconds: float = 1.0) -> float:
     function()
     times, stop = [], time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < stop:
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return sorted(times)[len(times) // 2]
 
 
 def peak_extra_mb(points: int, size: int) -> float:
@@ -84,14 +84,14 @@ def main() -> None:
     for size in SIZES:
         for count in POINTS:
             points = torch.rand(count, 2, generator=generator, dtype=torch.float64) * (size - 1)
-            ours = best(lambda p=points, s=size: density(p, (s, s)))
-            full = best(lambda p=points, s=size: full_resolution(p, s))
+            ours = median(lambda p=points, s=size: density(p, (s, s)))
+            full = median(lambda p=points, s=size: full_resolution(p, s))
             row = f"{size:5d} {count:7d} {ours * 1e3:9.3f} {full / ours:9.1f}"
             gigabytes = count * (size // CELL) ** 2 * 4 * 3 / 1e9
             if gigabytes > 8:
                 print(row, f"{'n/a':>9} (b) would need {gigabytes:.0f} GB")
                 continue
-            dense = best(lambda p=points, s=size: dense_softmax(p, s))
+            dense = median(lambda p=points, s=size: dense_softmax(p, s))
             apart = (dense_softmax(points, size) - density(points, (size, size))).abs().sum()
             print(row, f"{dense / ours:9.1f} {float(apart) / max(count, 1):9.3f}")
     print(f"extra memory, 20,000 points on 2048²: {peak_extra_mb(20_000, 2048):.0f} MB")

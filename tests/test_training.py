@@ -162,6 +162,7 @@ def test_two_accumulated_batches_equal_one_of_twice_the_size_on_the_same_images(
                 points_xy=points[part],
                 names=batch.names[part],
                 shorter_sides=batch.shorter_sides[part],
+                seeds=batch.seeds[part],
             )
             return super().forward(Step(0, half, None), divisors)
 

@@ -92,7 +92,7 @@ def densities(
     return result
 
 
-def _add_points(target: Tensor, points_xy: Tensor, sigma: Tensor, cell: int) -> None:
+def _add_points(target: Tensor, points_xy: Tensor, sigma: float | Tensor, cell: int) -> None:
     """Add N points to an h×w target, strip by strip of its rows.
 
     With Y (points × rows of the strip) and X (points × columns) holding each point's mass
@@ -101,10 +101,12 @@ def _add_points(target: Tensor, points_xy: Tensor, sigma: Tensor, cell: int) -> 
     if not len(points_xy):
         return
     rows, columns = target.shape
-    radius = math.ceil(float(sigma.max()) * REACH / cell)
+    widest = float(sigma.max()) if isinstance(sigma, Tensor) else sigma
+    radius = math.ceil(widest * REACH / cell)
     if rows > _STRIP:  # points in the order of their rows, so that a strip's are neighbours
         order = points_xy[:, 1].argsort()
-        points_xy, sigma = points_xy[order], sigma.expand(len(points_xy))[order]
+        points_xy = points_xy[order]
+        sigma = sigma[order] if isinstance(sigma, Tensor) else sigma
     limit = points_xy.new_tensor((columns * cell, rows * cell))
     number, mass = _axis_masses(points_xy.T.contiguous(), sigma, radius, limit, cell)
     for top in range(0, rows, _STRIP):
@@ -121,7 +123,7 @@ def _add_points(target: Tensor, points_xy: Tensor, sigma: Tensor, cell: int) -> 
 
 
 def _axis_masses(
-    position: Tensor, sigma: Tensor, radius: int, limit: Tensor, cell: int
+    position: Tensor, sigma: float | Tensor, radius: int, limit: Tensor, cell: int
 ) -> tuple[Tensor, Tensor]:
     """Along both axes: 2×N positions → 2×N cell numbers and 2×N×(2·radius+1) masses around them.
 
@@ -132,7 +134,8 @@ def _axis_masses(
     steps = torch.arange(-radius, radius + 2, dtype=position.dtype, device=position.device)
     edges = torch.add(steps * cell, number[..., None], alpha=cell)
     edges = edges.clamp_min_(0).minimum(limit[:, None, None]).sub_(position[..., None])
-    cumulative = edges.div_(sigma[:, None] * math.sqrt(2)).erf_()
+    scale = (sigma[:, None] if isinstance(sigma, Tensor) else sigma) * math.sqrt(2)
+    cumulative = edges.div_(scale).erf_()
     total = cumulative[..., -1:] - cumulative[..., :1]
     return number.long(), cumulative.diff().div_(total).float()
 
@@ -185,10 +188,13 @@ def _check_points(points_xy: Tensor, size_hw: tuple[int, int]) -> None:
     )
 
 
-def _check_sigma(sigma: float | Tensor, points_xy: Tensor) -> Tensor:
-    spread = torch.as_tensor(sigma, dtype=torch.float64, device=points_xy.device)
-    if spread.ndim and spread.shape != points_xy.shape[:1]:
-        raise InputError(f"{len(points_xy)} points but σ of shape {tuple(spread.shape)}")
-    if not bool((torch.isfinite(spread) & (spread > 0)).all()):
-        raise InputError(f"σ must be a positive number of pixels, got {sigma}")
-    return spread.reshape(-1)
+def _check_sigma(sigma: float | Tensor, points_xy: Tensor) -> float | Tensor:
+    if not isinstance(sigma, Tensor):
+        if not 0 < sigma < math.inf:
+            raise InputError(f"σ must be a positive number of pixels, got {sigma}")
+        return float(sigma)
+    if sigma.shape != points_xy.shape[:1]:
+        raise InputError(f"{len(points_xy)} points but σ of shape {tuple(sigma.shape)}")
+    if not bool((torch.isfinite(sigma) & (sigma > 0)).all()):
+        raise InputError("every σ must be a positive number of pixels")
+    return sigma.to(points_xy.device, torch.float64)

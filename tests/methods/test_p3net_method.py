@@ -28,7 +28,8 @@ def crops(*seeds: int, points: bool, size: int = 32) -> Batch:
     images = [torch.tensor(d.random((3, size, size)), dtype=torch.float32) for d in draws]
     heads = tuple(torch.tensor(d.uniform(0, size, (5, 2))) for d in draws)
     names = tuple(map(str, seeds))
-    return Batch(torch.stack(images), heads if points else None, names, (64.0,) * len(seeds))
+    sides = (64.0,) * len(seeds)
+    return Batch(torch.stack(images), heads if points else None, names, sides, seeds)
 
 
 def test_the_two_terms_are_the_labelled_loss_and_a_masked_square_worked_by_hand():
