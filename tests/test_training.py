@@ -207,16 +207,17 @@ def test_frozen_blocks_stay_and_the_others_move(tmp_path):
 
 
 def test_a_term_without_weight_has_no_gradient(tmp_path):
-    """The same weights as without unlabelled images, though their loss is still reported."""
+    """What is learned is the same as without unlabelled images, though their loss is still reported."""
     recipe = QUICK.model_copy(update={"terms": {"ecr": Term(weight=0.0)}})
     _, seen = run(tmp_path / "a", recipe=recipe)
     torch.manual_seed(0)
     run(tmp_path / "b", Supervised(method().network, per_cell=True), recipe, stream=stream(2, 0))
     assert all(progress.losses["ecr"] > 0 for progress in seen)
-    one, two = (weights(tmp_path / name / "model.safetensors") for name in "ab")
-    for name, tensor in one.items():
-        if not name.endswith("in_proj_bias"):  # a key's bias has no gradient but rounding's
-            torch.testing.assert_close(tensor, two[name], rtol=1e-3, atol=1e-4)
+    # By what they say, not by their weights: Adam turns the rounding of a gradient that ought to
+    # be zero (a key's bias, say) into a step of full length, to no effect.
+    image = torch.rand(1, 3, 64, 64)
+    one, two = (checkpoint.load(tmp_path / name).predict(image) for name in "ab")
+    torch.testing.assert_close(one.density, two.density, rtol=1e-3, atol=1e-4)
 
 
 # --- averages ---------------------------------------------------------------------------------
