@@ -207,7 +207,7 @@ def test_frozen_blocks_stay_and_the_others_move(tmp_path):
 
 
 def test_a_term_without_weight_has_no_gradient(tmp_path):
-    """What is learned is the same as without unlabelled images, though their loss is still reported."""
+    """It learns what it would without unlabelled images, though their loss is still reported."""
     recipe = QUICK.model_copy(update={"terms": {"ecr": Term(weight=0.0)}})
     _, seen = run(tmp_path / "a", recipe=recipe)
     torch.manual_seed(0)
