@@ -15,14 +15,15 @@ ORDER = (
     "data.layout", "data.images", "data.matfile", "data.readers", "data.annotations",
     "data.folders", "data.exports", "data.formats", "data.sprites", "data.scenery",
     "data.synthetic", "data.catalogue", "data.splits", "data.checking", "data.transforms",
-    "data.cache", "data.loading",
+    "data.cache", "data.loading", "data.video_source", "data.video",
     "network.winograd", "network.fusion", "network.backbone", "network.decoder", "network.p3net",
     "network.regressor", "network.cost",
     "losses.pdm", "losses.ecr", "losses.pointwise", "losses.bayesian", "losses.transport",
     "losses.ranking",
-    "methods.base", "methods.supervised", "methods.views", "methods.p3net",
-    "metrics", "counting", "evaluation", "checkpoint",
-    "recipe", "configuration", "training", "experiment",
+    "averaging", "methods.base", "methods.supervised", "methods.views", "methods.teacher",
+    "methods.p3net", "methods.mean_teacher", "methods.ranking",
+    "metrics", "prediction", "uncertainty", "tiling", "counting", "evaluation", "checkpoint",
+    "recipe", "configuration", "training", "experiment", "study",
 )
 # fmt: on
 

@@ -22,6 +22,10 @@ from p3net.network.regressor import RegressorArchitecture
 from p3net.recipe import Recipe
 
 
+UNLABELLED = ("ecr", "mt", "l2r")
+"""Losses on unlabelled images: of P³Net, Mean Teacher and learning to rank."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
@@ -72,7 +76,10 @@ class Settings(_Strict):
         default=False, description="spread the labelled images over the counts, which peeks at them"
     )
     seed: int = Field(default=1, ge=0)
-    method: Literal["p3net", "supervised"] = "p3net"
+    order: Literal["random", "crowded", "sparse"] = Field(
+        default="random", description="label any images, or those with most or fewest people"
+    )
+    method: Literal["p3net", "supervised", "mean-teacher", "l2r"] = "p3net"
     loss: Literal["pdm", "pdm-rooted", "pdm-l1", "ce", "mse", "bl", "dm"] = "pdm"
     threshold: float = Field(default=0.5, ge=0, lt=1, description="ξ: confidence that ECR asks for")
     strong: float = Field(
@@ -83,6 +90,15 @@ class Settings(_Strict):
     )
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
+    )
+    consistency: Literal["densities", "intervals"] = Field(
+        default="densities", description="what ECR compares: people in a cell, or its intervals"
+    )
+    teacher: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="decay of the averaged weights that look at the plain view; 0 for none",
     )
     per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
     sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
@@ -109,13 +125,18 @@ class Settings(_Strict):
                 "lite0 keeps its batch statistics frozen and cannot start from nothing; "
                 "use weights: imagenet or a file"
             )
-        if self.network.kind == "regressor" and self.method != "supervised":
-            raise ValueError("a regressor has no branches to compare; use method: supervised")
+        if self.network.kind == "regressor" and self.method == "p3net":
+            raise ValueError(
+                "a regressor has no branches to compare; "
+                "use method: supervised, mean-teacher or l2r"
+            )
+        if self.method == "mean-teacher" and not self.teacher:
+            raise ValueError("method mean-teacher needs a teacher; set teacher: 0.99 or so")
         if self.network.kind == "regressor" and self.loss not in ("bl", "dm"):
             raise ValueError(f"a regressor has no intervals for loss {self.loss}; use bl or dm")
         for name in self.recipe.terms:
-            if name not in ("ecr", *LABELLED):
-                known = ", ".join(("ecr", *LABELLED))
+            if name not in (*UNLABELLED, *LABELLED):
+                known = ", ".join((*UNLABELLED, *LABELLED))
                 raise ValueError(f"recipe.terms.{name}: no loss is called so; use one of {known}")
         return self
 

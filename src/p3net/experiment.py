@@ -25,7 +25,9 @@ from p3net.errors import InputError
 from p3net.evaluation import count_samples
 from p3net.intervals import PUBLISHED, Pair, fit
 from p3net.methods.base import Method
+from p3net.methods.mean_teacher import MeanTeacher
 from p3net.methods.p3net import P3NetMethod
+from p3net.methods.ranking import Ranking
 from p3net.methods.supervised import Supervised
 from p3net.metrics import METRICS
 from p3net.network.backbone import load_backbone, pretrained_file
@@ -50,26 +52,34 @@ class Prepared:
     metadata: Mapping[str, Any]
 
 
-def prepare(chosen: Settings) -> Prepared:
-    """Open the data, split it, fit intervals, build network, method and stream."""
-    dataset = open_dataset(chosen.data)
+def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
+    """Open the data (unless it is open), split it, fit intervals, build network, method, stream."""
+    if dataset is None:
+        dataset = open_dataset(chosen.data)
     split = split_of(dataset, chosen)
     data = splits.apply(dataset, split)
     torch.manual_seed(chosen.seed)
     network, choice = _network(chosen, data, dataset.kind)
+    common: dict[str, Any] = {
+        "loss": chosen.loss,
+        "sigma": chosen.sigma,
+        "per_cell": chosen.per_cell,
+    }
+    views: dict[str, Any] = {"strong": chosen.strong, "hidden": chosen.hidden}
     method: Method
     if chosen.method == "p3net":
         method = P3NetMethod(
             network,
-            loss=chosen.loss,
             threshold=chosen.threshold,
-            sigma=chosen.sigma,
-            per_cell=chosen.per_cell,
-            strong=chosen.strong,
-            hidden=chosen.hidden,
+            consistency=chosen.consistency,
+            teacher=chosen.teacher,
+            **views,
+            **common,
         )
+    elif chosen.method == "mean-teacher":
+        method = MeanTeacher(network, decay=chosen.teacher, **views, **common)
     else:
-        method = Supervised(network, loss=chosen.loss, sigma=chosen.sigma, per_cell=chosen.per_cell)
+        method = {"supervised": Supervised, "l2r": Ranking}[chosen.method](network, **common)
     metadata = {
         "settings": chosen.model_dump(),
         "split": {"hash": split.hash, "how": dict(split.how)},
@@ -118,6 +128,7 @@ def split_of(dataset: Dataset, chosen: Settings) -> Split:
             validation=amount,
             seed=chosen.seed,
             stratified=chosen.stratified,
+            order=chosen.order,
         )
     if sin:
         if not split.test:
@@ -193,10 +204,12 @@ def run(
     report: Callable[[training.Progress], None] = lambda _progress: None,
     resume: bool = False,
     world: training.World | None = None,
+    cache: Cache | None = None,
 ) -> Counter:
     """Train in a folder and give the model to count with.
 
-    A folder that holds another run is refused; with `resume` it must hold this very one.
+    A folder that holds another run is refused; with `resume` it must hold this very one. Runs on
+    the same images may share a cache.
     """
     world = world or training.World()
     record = json.loads(json.dumps(prepared.metadata))
@@ -221,7 +234,7 @@ def run(
         validate=validate if len(prepared.data.validation) else None,
         report=report,
         resume=resume,
-        cache=Cache(folder / "cache"),
+        cache=cache or Cache(folder / "cache"),
         world=world,
     )
     return Counter(network, max_shorter_side=side, metadata=record)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from p3net import checkpoint
+from p3net.averaging import averaged, follow
 from p3net.data.cache import Cache
 from p3net.data.loading import Step, Stream, loader
 from p3net.data.transforms import Augmentation
@@ -244,9 +245,7 @@ def _begin(method: Method, recipe: Recipe, world: World) -> Run:
         lr=recipe.learning_rate,
         weight_decay=recipe.weight_decay,
     )
-    average = None
-    if recipe.average:
-        average = copy.deepcopy(method.network).requires_grad_(requires_grad=False)
+    average = averaged(method.network) if recipe.average else None
     return Run(method, optimiser, average)
 
 
@@ -294,24 +293,13 @@ def _step(
     run.optimiser.step()
     run.method.after_step(run.step)
     if run.average is not None:
-        _follow(run.average, run.method.network, recipe.average, run.step)
+        follow(run.average, run.method.network, recipe.average, run.step)
     summed, records = _over_all(parts, recipe, world)
     return summed, {**records, "gradient": float(norm)}, waited
 
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimiser.param_groups for parameter in group["params"]]
-
-
-@torch.no_grad()
-def _follow(average: nn.Module, network: nn.Module, decay: float, step: int) -> None:
-    """Average ← d·average + (1−d)·network, with d rising to `decay` over the first steps."""
-    keep = min(decay, (1 + step) / (10 + step))
-    # Not by names: two names of one shared tensor would move it twice.
-    for own, other in zip(average.parameters(), network.parameters(), strict=True):
-        own.lerp_(other, 1 - keep)
-    for kept, new in zip(average.buffers(), network.buffers(), strict=True):
-        kept.copy_(new)
 
 
 def _guard(values: Mapping[str, float], step: int, names: list[str]) -> None:

@@ -12,6 +12,7 @@ from p3net.data.transforms import Augmentation
 from p3net.methods.base import Divisors
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.supervised import Supervised
+from p3net.methods.views import strong_view
 from p3net.network.p3net import Architecture, P3Net
 from p3net.structures import Batch
 
@@ -131,3 +132,49 @@ def test_a_stronger_view_draws_both_branches_to_the_plain_one():
     plain = P3NetMethod(net, threshold=0.0)(step, Divisors(1, 2)).terms["ecr"]
     hidden = P3NetMethod(net, threshold=0.0, hidden=1e-12)(step, Divisors(1, 2)).terms["ecr"]
     torch.testing.assert_close(hidden, 2 * plain, rtol=1e-2, atol=1e-4)
+
+
+def test_the_intervals_consistency_is_pdm_against_the_other_branch_of_the_plain_view():
+    net = network()
+    unseen = crops(3, 4, points=False)
+    threshold = 0.1
+    method = P3NetMethod(net, threshold=threshold, strong=0.8, consistency="intervals", teacher=0.9)
+    with torch.no_grad():  # a teacher that differs from its student
+        for parameter in method.teacher.network.parameters():
+            parameter.add_(0.01)
+    losses = method(Step(0, None, unseen), Divisors(1, 2))
+    with torch.no_grad():
+        plain = method.teacher.network(unseen.images)
+        strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
+    total, kept = 0.0, 0
+    borders = [np.array(each.borders) for each in net.intervals]
+    for image, row, column in np.ndindex(2, 4, 4):
+        place = (image, slice(None), row, column)
+        if min(float(each[place].max()) for each in plain.probabilities) <= threshold:
+            continue
+        kept += 1
+        for branch, other in ((0, 1), (1, 0)):
+            expected = float(plain.expectations[other][image, row, column])
+            label = int((borders[branch] < expected).sum())
+            heights = np.cumsum(strong.probabilities[branch][place].double().numpy())
+            total += sum((h - (j >= label)) ** 2 for j, h in enumerate(heights))
+    assert kept > 0
+    assert float(losses.terms["ecr"].detach()) == pytest.approx(total / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("consistency", ["densities", "intervals"])
+def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str):
+    net = network()
+    method = P3NetMethod(net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9)
+    before = [p.clone() for p in method.teacher.parameters()]
+    losses = method(Step(0, None, crops(1, 2, points=False, size=64)), Divisors(1, 2))
+    losses.terms["ecr"].backward()
+    assert all(p.grad is None for p in method.teacher.parameters())
+    unmoved = [n for n, p in net.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert unmoved == []
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1)
+    method.after_step(5)
+    after = list(method.teacher.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))

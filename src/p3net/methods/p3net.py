@@ -9,26 +9,57 @@ Shapes: B images, C intervals, h×w cells.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from p3net.data.loading import Step
+from p3net.intervals import Pair
 from p3net.losses.ecr import confidence_mask, ecr
+from p3net.losses.pdm import pdm_cells
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Supervised
+from p3net.methods.teacher import Teacher
 from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 from p3net.targets import SIGMA
+
+Consistency = Callable[[Output, Output, Tensor, Pair], Tensor]
+"""(output, plain, mask B×h×w, intervals) → B losses, each summed over the cells of the mask."""
+
+
+def _densities(output: Output, plain: Output, mask: Tensor, _intervals: Pair) -> Tensor:
+    """ECR as printed on one view; across two, each branch against the other's plain one."""
+    first, second = output.expectations
+    if plain is output:
+        return ecr(first, second, mask)
+    other_first, other_second = plain.expectations
+    return ecr(first, other_second, mask) + ecr(second, other_first, mask)
+
+
+def _intervals(output: Output, plain: Output, mask: Tensor, intervals: Pair) -> Tensor:
+    """PDM of each branch against the interval of the other branch's plain expectation."""
+    total = torch.zeros(len(mask), device=mask.device)
+    for branch, other in ((0, 1), (1, 0)):
+        labels = intervals[branch].label(plain.expectations[other].detach())
+        cells = pdm_cells(output.probabilities[branch], labels)
+        total = total + torch.where(mask, cells, 0.0).sum(dim=(1, 2))
+    return total
+
+
+CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "intervals": _intervals}
+"""How far the branches are apart: in people (eq:consistency), or in intervals (not the paper's)."""
 
 
 class P3NetMethod(Supervised):
     """PDM (or another labelled loss) and inter-branch Expectation Consistency Regularisation.
 
-    With `strong` above 0 (not in the paper) the branches are compared across two views: each
-    branch's expectation on a stronger view is drawn to the other branch's on the plain one, which
-    carries no gradient. The mask is that of the plain view.
+    Not in the paper, and off by default: with `strong` or `hidden` above 0 the branches are
+    compared across two views. Each branch's answer on a stronger view is drawn to the other
+    branch's expectation on the plain one, which carries no gradient; the mask is that of the plain
+    view. With `teacher` above 0 averaged weights with that decay look at the plain view.
     """
 
     def __init__(
@@ -41,20 +72,29 @@ class P3NetMethod(Supervised):
         per_cell: bool = False,
         strong: float = 0.0,
         hidden: float = 0.0,
+        consistency: str = "densities",
+        teacher: float = 0.0,
     ) -> None:
         super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell)
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden
+        self.consistency = CONSISTENCIES[consistency]
+        self.teacher = Teacher(network, teacher) if teacher else None
+
+    def after_step(self, step: int) -> None:
+        """The teacher follows."""
+        if self.teacher is not None:
+            self.teacher.follow(self.network, step)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
         """The labelled loss under its name, and "ecr"; one pass through the network for both."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
         images = [batch.images for batch in batches]
         plain = None
-        if step.unlabelled is not None and (self.strong or self.hidden):
+        if step.unlabelled is not None and (self.strong or self.hidden or self.teacher):
             with torch.no_grad():
-                plain = cast("Output", self.network(step.unlabelled.images))
+                plain = cast("Output", (self.teacher or self.network)(step.unlabelled.images))
             images[-1] = strong_view(
                 step.unlabelled.images, step.unlabelled.seeds, self.strong, self.hidden
             )
@@ -74,19 +114,15 @@ class P3NetMethod(Supervised):
         self, output: Output, plain: Output, divisors: Divisors
     ) -> tuple[Tensor, dict[str, float]]:
         """Mean over the step's unlabelled images of ECR (eq:consistency), and where it acts."""
-        first, second = output.expectations
         p, q = plain.probabilities
         mask = confidence_mask(p, q, self.threshold)
-        if plain is output:
-            each = ecr(first, second, mask)
-        else:
-            other_first, other_second = plain.expectations
-            each = ecr(first, other_second, mask) + ecr(second, other_first, mask)
+        intervals = cast("Pair", self.network.intervals)
+        each = self.consistency(output, plain, mask, intervals)
         if self.per_cell:
             each = each / mask[0].numel()
         with torch.no_grad():
             dense = (output.density * mask).sum() / mask.sum().clamp_min(1)
-            apart = (first - plain.expectations[1]).abs().sum()
+            apart = (output.expectations[0] - plain.expectations[1]).abs().sum()
             apart = apart / plain.density.sum().clamp_min(1e-6)
         records = {
             "mask_share": float(mask.float().mean()),
