@@ -21,7 +21,6 @@ from p3net.network.p3net import Architecture
 from p3net.network.regressor import RegressorArchitecture
 from p3net.recipe import Recipe
 
-
 UNLABELLED = ("ecr", "mt", "l2r")
 """Losses on unlabelled images: of P³Net, Mean Teacher and learning to rank."""
 
@@ -82,6 +81,9 @@ class Settings(_Strict):
     method: Literal["p3net", "supervised", "mean-teacher", "l2r"] = "p3net"
     loss: Literal["pdm", "pdm-rooted", "pdm-l1", "ce", "mse", "bl", "dm"] = "pdm"
     threshold: float = Field(default=0.5, ge=0, lt=1, description="ξ: confidence that ECR asks for")
+    light: float = Field(
+        default=0.0, ge=0, le=1, description="change of light and colour of the labelled crops"
+    )
     strong: float = Field(
         default=0.0,
         ge=0,
@@ -91,8 +93,9 @@ class Settings(_Strict):
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
     )
-    consistency: Literal["densities", "intervals"] = Field(
-        default="densities", description="what ECR compares: people in a cell, or its intervals"
+    consistency: Literal["densities", "relative"] = Field(
+        default="densities",
+        description="what ECR adds up: squared differences, or these relative to the density",
     )
     teacher: float = Field(
         default=0.0,

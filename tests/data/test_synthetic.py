@@ -294,3 +294,20 @@ def test_counts_asked_for_are_long_tailed():
     assert np.median(asked) == pytest.approx(64, abs=16)
     assert asked.max() < 2800
     assert (asked >= 1024).mean() == pytest.approx(0.06, abs=0.015)
+
+
+def test_most_keeps_what_is_below_it_and_redraws_the_rest():
+    whole = [render(1, 0, i, SMALL) for i in range(40)]
+    few = [render(1, 0, i, SMALL, 30) for i in range(40)]
+    counts = [len(points) for _, points in whole]
+    assert max(counts) > 60
+    assert max(len(points) for _, points in few) <= 30
+    pairs = zip(whole, few, strict=True)
+    same = [np.array_equal(np.asarray(a), np.asarray(b)) for (a, _), (b, _) in pairs]
+    assert 0 in counts
+    assert all(kept for kept, count in zip(same, counts, strict=True) if count == 0)
+    assert not all(same)
+    assert scenes_from_spec("1?train=2&val=0&test=0&most=30").root.endswith("&most=30")
+    for wrong in ("0", "2801", "x"):
+        with pytest.raises(InputError):
+            parse_spec(f"1?most={wrong}")

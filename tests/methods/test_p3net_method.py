@@ -134,11 +134,11 @@ def test_a_stronger_view_draws_both_branches_to_the_plain_one():
     torch.testing.assert_close(hidden, 2 * plain, rtol=1e-2, atol=1e-4)
 
 
-def test_the_intervals_consistency_is_pdm_against_the_other_branch_of_the_plain_view():
+def test_the_relative_consistency_is_a_weighted_square_across_views_worked_by_hand():
     net = network()
     unseen = crops(3, 4, points=False)
     threshold = 0.1
-    method = P3NetMethod(net, threshold=threshold, strong=0.8, consistency="intervals", teacher=0.9)
+    method = P3NetMethod(net, threshold=threshold, strong=0.8, consistency="relative", teacher=0.9)
     with torch.no_grad():  # a teacher that differs from its student
         for parameter in method.teacher.network.parameters():
             parameter.add_(0.01)
@@ -147,22 +147,33 @@ def test_the_intervals_consistency_is_pdm_against_the_other_branch_of_the_plain_
         plain = method.teacher.network(unseen.images)
         strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
     total, kept = 0.0, 0
-    borders = [np.array(each.borders) for each in net.intervals]
     for image, row, column in np.ndindex(2, 4, 4):
-        place = (image, slice(None), row, column)
-        if min(float(each[place].max()) for each in plain.probabilities) <= threshold:
-            continue
-        kept += 1
-        for branch, other in ((0, 1), (1, 0)):
-            expected = float(plain.expectations[other][image, row, column])
-            label = int((borders[branch] < expected).sum())
-            heights = np.cumsum(strong.probabilities[branch][place].double().numpy())
-            total += sum((h - (j >= label)) ** 2 for j, h in enumerate(heights))
+        cell = (image, row, column)
+        sure = [float(each[image, :, row, column].max()) for each in plain.probabilities]
+        if min(sure) > threshold:
+            kept += 1
+            for branch, other in ((0, 1), (1, 0)):
+                gap = float(strong.expectations[branch][cell] - plain.expectations[other][cell])
+                total += gap**2 / (float(plain.density[cell]) + 0.05)
     assert kept > 0
     assert float(losses.terms["ecr"].detach()) == pytest.approx(total / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("consistency", ["densities", "intervals"])
+def test_labelled_crops_are_learned_from_in_other_light():
+    net, seen = network(), crops(1, 2, points=True)
+    lit = crops(1, 2, points=True)
+    other = Batch(
+        strong_view(lit.images, lit.seeds, 0.7), lit.points_xy, lit.names, lit.shorter_sides, (0, 0)
+    )
+    for method in (Supervised, P3NetMethod):
+        ours = method(net, light=0.7)(Step(0, seen, None), Divisors(2, 1)).terms["pdm"]
+        plain = method(net)(Step(0, seen, None), Divisors(2, 1)).terms["pdm"]
+        by_hand = method(net)(Step(0, other, None), Divisors(2, 1)).terms["pdm"]
+        torch.testing.assert_close(ours, by_hand)
+        assert float(ours.detach()) != pytest.approx(float(plain.detach()))
+
+
+@pytest.mark.parametrize("consistency", ["densities", "relative"])
 def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str):
     net = network()
     method = P3NetMethod(net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9)

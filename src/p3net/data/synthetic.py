@@ -41,6 +41,7 @@ from p3net.structures import Dataset, Marks, Points, Sample, as_points, inside
 
 PARTS: Mapping[str, int] = {"train": 200, "val": 50, "test": 100}
 SIZE_HW = (480, 640)
+MOST = 2800
 VISIBLE = 0.4
 SMALLEST = 14.0  # px per metre: heads of 3.4 px
 
@@ -60,10 +61,13 @@ class Spec:
     seed: int
     parts: Mapping[str, int]
     size_hw: tuple[int, int] = SIZE_HW
+    most: int = MOST
 
 
 def parse_spec(text: str) -> Spec:
-    """Read `SEED[?train=200&val=50&test=100&size=480x640]`; the size is height × width.
+    """Read `SEED[?train=200&val=50&test=100&size=480x640&most=2800]`.
+
+    The size is height × width; `most` is the largest number of people drawn for a scene.
 
     >>> parse_spec("7?train=20&size=240x320").size_hw
     (240, 320)
@@ -73,14 +77,18 @@ def parse_spec(text: str) -> Spec:
     try:
         options = dict(parse_qsl(tail, keep_blank_values=True, strict_parsing=bool(tail)))
         sizes = [int(side) for side in options.pop("size", "480x640").lower().split("x")]
+        most = int(options.pop("most", MOST))
         parts = {**PARTS, **{name: int(number) for name, number in options.items()}}
         seed = int(head)
     except ValueError:
-        message = "expected SEED or SEED?train=200&val=50&test=100&size=480x640, in whole numbers"
+        message = (
+            "expected SEED or SEED?train=200&val=50&test=100&size=480x640&most=2800, "
+            "in whole numbers"
+        )
         raise InputError(message, source=source) from None
     if unknown := sorted(options.keys() - PARTS.keys()):
         raise InputError(
-            f"unknown option {unknown[0]!r}; use train, val, test, size", source=source
+            f"unknown option {unknown[0]!r}; use train, val, test, size, most", source=source
         )
     if len(sizes) != 2 or not all(64 <= side <= 4096 for side in sizes):
         raise InputError("size is HEIGHTxWIDTH, each from 64 to 4096 px", source=source)
@@ -88,26 +96,32 @@ def parse_spec(text: str) -> Spec:
         raise InputError(
             "the seed must be ≥ 0 and each part from 0 to 100000 scenes", source=source
         )
+    if not 1 <= most <= MOST:
+        raise InputError(f"most is from 1 to {MOST} people, got {most}", source=source)
     if not any(parts.values()):
         raise InputError("no scenes; ask for at least one of train, val, test", source=source)
-    return Spec(seed, parts, (sizes[0], sizes[1]))
+    return Spec(seed, parts, (sizes[0], sizes[1]), most)
 
 
 def scenes_from_spec(text: str) -> Dataset:
     """The dataset called `synthetic:TEXT`."""
     spec = parse_spec(text)
-    return scenes(spec.seed, parts=spec.parts, size_hw=spec.size_hw)
+    return scenes(spec.seed, parts=spec.parts, size_hw=spec.size_hw, most=spec.most)
 
 
 def scenes(
-    seed: int, *, parts: Mapping[str, int] = PARTS, size_hw: tuple[int, int] = SIZE_HW
+    seed: int,
+    *,
+    parts: Mapping[str, int] = PARTS,
+    size_hw: tuple[int, int] = SIZE_HW,
+    most: int = MOST,
 ) -> Dataset:
     """Scenes of kind "synthetic", split by position; nothing is rendered until opened."""
     samples = [
         Sample(
             name=f"{split}_{index:04d}.png",
-            open=partial(_open, seed, number, index, size_hw),
-            read_marks=partial(_read_marks, seed, number, index, size_hw),
+            open=partial(_open, seed, number, index, size_hw, most),
+            read_marks=partial(_read_marks, seed, number, index, size_hw, most),
             split=split,
             tags={"scene": _style(generator(seed, number, index)).name},
         )
@@ -116,21 +130,26 @@ def scenes(
     ]
     options = "&".join(f"{split}={parts.get(split, 0)}" for split in PARTS)
     root = f"synthetic:{seed}?{options}&size={size_hw[0]}x{size_hw[1]}"
+    root += f"&most={most}" if most != MOST else ""
     return Dataset("synthetic", root, tuple(samples))
 
 
-def _open(seed: int, split_index: int, index: int, size_hw: tuple[int, int]) -> Image.Image:
-    return render(seed, split_index, index, size_hw)[0].copy()
+def _open(
+    seed: int, split_index: int, index: int, size_hw: tuple[int, int], most: int
+) -> Image.Image:
+    return render(seed, split_index, index, size_hw, most)[0].copy()
 
 
-def _read_marks(seed: int, split_index: int, index: int, size_hw: tuple[int, int]) -> Marks:
-    points_xy = render(seed, split_index, index, size_hw)[1]
+def _read_marks(
+    seed: int, split_index: int, index: int, size_hw: tuple[int, int], most: int
+) -> Marks:
+    points_xy = render(seed, split_index, index, size_hw, most)[1]
     return Marks(points_xy, declared=len(points_xy))
 
 
 @lru_cache(maxsize=8)
 def render(
-    seed: int, split_index: int, index: int, size_hw: tuple[int, int] = SIZE_HW
+    seed: int, split_index: int, index: int, size_hw: tuple[int, int] = SIZE_HW, most: int = MOST
 ) -> tuple[Image.Image, Points]:
     """One scene: an RGB image and the points of its visible heads, N×2.
 
@@ -140,6 +159,8 @@ def render(
     rng = generator(seed, split_index, index)
     style = _style(rng)
     count = _draw_count(rng)
+    while count > most:
+        count = _draw_count(rng)
     view = _camera(rng, count, size_hw)
     things = back_to_front(_people(rng, view, count, style), _clutter(rng, view, count))
     light = int(rng.integers(-1, 2)) if style.sun else 0
@@ -164,7 +185,7 @@ def _draw_count(rng: Generator) -> int:
     """How many people are about: nobody in 8 %, else an octave and a number in it."""
     ceilings = (8, 10, 13, 18, 26, 37, 50, 64, 77, 87, 94, 100)  # percent: 0, 1, 2–3, …, 1024–
     octave = int(np.searchsorted(ceilings, int(rng.integers(100)), side="right")) - 1
-    return 0 if octave < 0 else int(rng.integers(2**octave, 2800 if octave == 10 else 2 << octave))
+    return 0 if octave < 0 else int(rng.integers(2**octave, MOST if octave == 10 else 2 << octave))
 
 
 def _camera(rng: Generator, count: int, size_hw: tuple[int, int]) -> View:

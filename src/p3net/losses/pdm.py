@@ -5,8 +5,6 @@ Shapes: B images, C intervals, H×W cells of the stride-8 grid.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -40,13 +38,6 @@ def pdm(probabilities: Tensor, labels: Tensor, *, norm: int = 2, rooted: bool = 
     Returns:
         B values, each the sum over the cells of an image.
     """
-    return pdm_cells(probabilities, labels, norm=norm, rooted=rooted).sum(dim=(1, 2))
-
-
-def pdm_cells(
-    probabilities: Tensor, labels: Tensor, *, norm: int = 2, rooted: bool = False
-) -> Tensor:
-    """The same before the sum: B×H×W."""
     check_labels(probabilities, labels)
     if norm not in (1, 2):
         raise InputError(f"the norm of PDM is 1 or 2, got {norm!r}")
@@ -55,8 +46,10 @@ def pdm_cells(
     step = intervals >= labels.unsqueeze(1)
     gap = probabilities.cumsum(dim=1) - step.to(probabilities.dtype)
     if rooted or norm == 1:
-        return cast("Tensor", torch.linalg.vector_norm(gap, ord=norm, dim=1))
-    return gap.square().sum(dim=1)
+        cells: Tensor = torch.linalg.vector_norm(gap, ord=norm, dim=1)
+    else:
+        cells = gap.square().sum(dim=1)
+    return cells.sum(dim=(1, 2))
 
 
 def check_labels(distribution: Tensor, labels: Tensor) -> None:

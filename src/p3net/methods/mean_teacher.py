@@ -33,11 +33,12 @@ class MeanTeacher(Supervised):
         loss: str = "pdm",
         sigma: float = SIGMA,
         per_cell: bool = False,
+        light: float = 0.0,
         strong: float = 0.5,
         hidden: float = 0.0,
         decay: float = 0.99,
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell)
+        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
         self.strong = strong
         self.hidden = hidden
         self.teacher = Teacher(network, decay)

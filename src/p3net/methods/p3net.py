@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from p3net.data.loading import Step
-from p3net.intervals import Pair
 from p3net.losses.ecr import confidence_mask, ecr
-from p3net.losses.pdm import pdm_cells
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Supervised
 from p3net.methods.teacher import Teacher
@@ -26,11 +24,11 @@ from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 from p3net.targets import SIGMA
 
-Consistency = Callable[[Output, Output, Tensor, Pair], Tensor]
-"""(output, plain, mask B×h×w, intervals) → B losses, each summed over the cells of the mask."""
+Consistency = Callable[[Output, Output, Tensor], Tensor]
+"""(output, plain, mask B×h×w) → B losses, each summed over the cells of the mask."""
 
 
-def _densities(output: Output, plain: Output, mask: Tensor, _intervals: Pair) -> Tensor:
+def _densities(output: Output, plain: Output, mask: Tensor) -> Tensor:
     """ECR as printed on one view; across two, each branch against the other's plain one."""
     first, second = output.expectations
     if plain is output:
@@ -39,18 +37,23 @@ def _densities(output: Output, plain: Output, mask: Tensor, _intervals: Pair) ->
     return ecr(first, other_second, mask) + ecr(second, other_first, mask)
 
 
-def _intervals(output: Output, plain: Output, mask: Tensor, intervals: Pair) -> Tensor:
-    """PDM of each branch against the interval of the other branch's plain expectation."""
-    total = torch.zeros(len(mask), device=mask.device)
-    for branch, other in ((0, 1), (1, 0)):
-        labels = intervals[branch].label(plain.expectations[other].detach())
-        cells = pdm_cells(output.probabilities[branch], labels)
-        total = total + torch.where(mask, cells, 0.0).sum(dim=(1, 2))
-    return total
+def _relative(output: Output, plain: Output, mask: Tensor) -> Tensor:
+    """Across two views, each squared difference divided by the plain density there.
+
+    The variance of a count grows with it: so weighed, dense cells do not rule the sum.
+    """
+    first, second = output.expectations
+    other_first, other_second = (each.detach() for each in plain.expectations)
+    weigh = torch.where(mask, 1 / (plain.density.detach() + FEW), 0.0)
+    apart = (first - other_second).square() + (second - other_first).square()
+    return (apart * weigh).sum(dim=(1, 2))
 
 
-CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "intervals": _intervals}
-"""How far the branches are apart: in people (eq:consistency), or in intervals (not the paper's)."""
+FEW = 0.05
+"""Heads per cell below which a difference counts as on bare ground."""
+
+CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "relative": _relative}
+"""How far the branches are apart: as in eq:consistency, or (not the paper's) relative to it."""
 
 
 class P3NetMethod(Supervised):
@@ -70,12 +73,13 @@ class P3NetMethod(Supervised):
         threshold: float = 0.5,
         sigma: float = SIGMA,
         per_cell: bool = False,
+        light: float = 0.0,
         strong: float = 0.0,
         hidden: float = 0.0,
         consistency: str = "densities",
         teacher: float = 0.0,
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell)
+        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden
@@ -91,6 +95,8 @@ class P3NetMethod(Supervised):
         """The labelled loss under its name, and "ecr"; one pass through the network for both."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
         images = [batch.images for batch in batches]
+        if step.labelled is not None:
+            images[0] = self.labelled_view(step.labelled)
         plain = None
         if step.unlabelled is not None and (self.strong or self.hidden or self.teacher):
             with torch.no_grad():
@@ -116,8 +122,7 @@ class P3NetMethod(Supervised):
         """Mean over the step's unlabelled images of ECR (eq:consistency), and where it acts."""
         p, q = plain.probabilities
         mask = confidence_mask(p, q, self.threshold)
-        intervals = cast("Pair", self.network.intervals)
-        each = self.consistency(output, plain, mask, intervals)
+        each = self.consistency(output, plain, mask)
         if self.per_cell:
             each = each / mask[0].numel()
         with torch.no_grad():

@@ -60,10 +60,11 @@ class Ranking(Supervised):
         loss: str = "pdm",
         sigma: float = SIGMA,
         per_cell: bool = False,
+        light: float = 0.0,
         crops: int = CROPS,
         factor: float = FACTOR,
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell)
+        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
         self.crops = crops
         self.factor = factor
 

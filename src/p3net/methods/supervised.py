@@ -18,6 +18,7 @@ from p3net.losses.pdm import pdm
 from p3net.losses.pointwise import cross_entropy, squared_error
 from p3net.losses.transport import dm_count
 from p3net.methods.base import Divisors, Losses, Method
+from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 from p3net.structures import Batch
 from p3net.targets import SIGMA, densities
@@ -68,7 +69,13 @@ class Supervised(Method):
     """One loss on the labelled part of a step."""
 
     def __init__(
-        self, network: nn.Module, *, loss: str = "pdm", sigma: float = SIGMA, per_cell: bool = False
+        self,
+        network: nn.Module,
+        *,
+        loss: str = "pdm",
+        sigma: float = SIGMA,
+        per_cell: bool = False,
+        light: float = 0.0,
     ) -> None:
         super().__init__(network)
         if loss not in LABELLED:
@@ -78,13 +85,18 @@ class Supervised(Method):
         self.loss = loss
         self.sigma = sigma
         self.per_cell = per_cell
+        self.light = light
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
         """The loss under its own name; unlabelled crops are not looked at."""
         if step.labelled is None:
             return Losses({})
-        output = cast("Output", self.network(step.labelled.images))
+        output = cast("Output", self.network(self.labelled_view(step.labelled)))
         return Losses({self.loss: self.labelled_loss(output, step.labelled, divisors)})
+
+    def labelled_view(self, batch: Batch) -> Tensor:
+        """The labelled crops as they are learned from: in other light where `light` is above 0."""
+        return strong_view(batch.images, batch.seeds, self.light) if self.light else batch.images
 
     def labelled_loss(self, output: Output, batch: Batch, divisors: Divisors) -> Tensor:
         """Mean over the step's labelled images of the loss summed over cells (or averaged)."""

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from p3net.network.decoder import Attention
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.network.winograd import Conv3x3
 from p3net.targets import grid_hw
 
 
@@ -51,9 +52,11 @@ def cost(build: Callable[[], nn.Module], size_hw: tuple[int, int]) -> Cost:
         image = torch.empty(1, 3, *size_hw)
     seen = 0
 
-    def see(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal seen
-        if isinstance(module, nn.Conv2d | nn.Linear):  # every number sums over a row of the weight
+        if isinstance(module, Conv3x3):  # a position each, though its output may be pooled already
+            seen += inputs[0][:, 0].numel() * module.weight.numel()
+        elif isinstance(module, nn.Conv2d | nn.Linear):  # a number sums over a row of the weight
             seen += output.numel() * module.weight[0].numel()
         else:  # a normalisation scales and shifts twice
             seen += output.numel() * 2
