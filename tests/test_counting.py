@@ -16,6 +16,8 @@ from p3net.data.images import open_image
 from p3net.errors import InputError
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.regions import Region, Regions
+from p3net.structures import as_points
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,8 @@ def test_every_kind_of_image_gives_the_same_count(counter, tmp_path):
         "float64": pixels / 255,
         "float32": (pixels / 255).astype(np.float32),
         "another order": np.asfortranarray(pixels),
+        "read-only": np.asarray(Image.fromarray(pixels)),
+        "a view from the other end": np.ascontiguousarray(pixels[::-1, ::-1])[::-1, ::-1],
         "uint8 tensor": tensor,
         "float tensor": tensor / 255,
         "tensor with a gradient": (tensor / 255).requires_grad_(),
@@ -199,6 +203,91 @@ def test_bytes_are_opened_as_carefully_as_files(counter, monkeypatch):
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
     with pytest.raises(InputError, match="not an image"):  # Pillow would start Ghostscript
         counter.count(eps)
+
+
+# --- lists, regions, sizes, intervals ----------------------------------------------------------
+
+
+def test_a_list_gives_a_list_and_a_stream_comes_one_by_one(counter):
+    images = [noise(), noise(48, 64, seed=1)]
+    expected = [counter.count(image).count for image in images]
+    assert [each.count for each in counter.count(images)] == expected
+    assert [each.count for each in counter.count(tuple(images))] == expected
+    assert counter.count([]) == []
+
+    def endless() -> Any:
+        while True:
+            yield images[0]
+
+    first = next(counter.stream(endless(), level=0.5))
+    assert first.count == expected[0]
+    assert first.interval is not None
+    assert first.interval.level == 0.5
+
+
+def test_regions_share_out_the_count(counter):
+    """Two halves, cut through the cells: together everybody; by a loop over the cells."""
+    pixels = noise(40, 56)
+    left = Region("left", as_points([[0, 0], [20, 0], [20, 40], [0, 40]]))
+    right = Region("right", as_points([[20, 0], [56, 0], [56, 40], [20, 40]]))
+    found = counter.count(pixels, regions=[left, right])
+    by_hand = sum(
+        float(found.density[y, x]) * (1 if x < 2 else 0.5) for y in range(5) for x in range(3)
+    )
+    assert list(found.regions) == ["left", "right"]
+    assert found.regions["left"].count == pytest.approx(by_hand, rel=1e-5)
+    total = found.regions["left"].count + found.regions["right"].count
+    assert total == pytest.approx(found.count, rel=1e-5)
+    for each in found.regions.values():
+        assert each.interval is not None
+        assert each.interval.low <= each.count <= each.interval.high
+        assert not each.interval.calibrated
+        assert each.area_m2 is None
+    scaled = counter.count(pixels, regions=Regions((left,), metres_per_pixel=0.5))
+    assert scaled.regions["left"].area_m2 == pytest.approx(200)
+    assert scaled.regions["left"].per_m2 == pytest.approx(by_hand / 200, rel=1e-5)
+
+
+def test_full_size_and_tiles(counter):
+    small = Counter(counter.network, max_shorter_side=64)
+    pixels = noise(130, 203)
+    assert small.count(pixels).density.shape == (8, 13)
+    whole = small.count(pixels, full_size=True)
+    assert whole.density.shape == (17, 26)
+    assert whole.cell_xy == (8.0, 8.0)
+    tiled = small.count(pixels, full_size=True, tile=64)
+    np.testing.assert_allclose(tiled.density, whole.density, rtol=1e-4, atol=1e-5)
+    assert tiled.count == pytest.approx(whole.count, rel=1e-5)
+
+
+def test_every_count_has_an_interval_that_says_whether_to_trust_it(counter):
+    found = counter.count(noise(), level=0.8)
+    assert found.interval is not None
+    assert found.interval.low <= found.count <= found.interval.high
+    assert (found.interval.level, found.interval.calibrated) == (0.8, False)
+    assert found.variance is not None
+    assert found.variance.shape == found.density.shape
+    assert not found.variance.flags.writeable
+    assert len(found.branches) == 2
+    known = {"calibration": {"scores": [-2.0] * 5 + [1.0] * 5}}
+    after = Counter(counter.network, metadata=known).count(noise(), level=0.5)
+    assert after.interval is not None
+    assert after.interval.calibrated
+    unit = 3 + np.sqrt(found.variance.astype(np.float64)).sum()
+    assert after.interval.high == pytest.approx(found.count + 2 * unit, rel=1e-5)
+
+
+def test_a_regressor_has_no_interval(counter):
+    own = Counter(Regressor(RegressorArchitecture(backbone="small"))).count(noise())
+    assert own.interval is None
+    assert own.variance is None
+    assert own.branches == ()
+
+
+@pytest.mark.parametrize("level", [0, 1, 90, -0.5])
+def test_levels_lie_between_0_and_1(counter, level):
+    with pytest.raises(InputError, match="between 0 and 1"):
+        counter.count(noise(), level=level)
 
 
 def test_the_package_offers_it():

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
-from p3net.data.images import open_bytes, open_image
-from p3net.data.transforms import prepare, to_float
+from p3net import tiling
+from p3net.data.images import upright_size_hw
+from p3net.data.transforms import Pixels, apply_view, whole_view
 from p3net.errors import InputError
 from p3net.network.p3net import Output
+from p3net.prediction import Countable, Grid, Prediction, RegionCount, open_source
+from p3net.regions import Region, Regions, coverage
 from p3net.targets import CELL
-
-Countable = str | Path | bytes | Image.Image | NDArray[Any] | Tensor
-"""What `Counter.count` takes."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prediction:
-    """The count of one image.
-
-    Attributes:
-        count: the sum of the density.
-        density: h×w heads per cell, read-only.
-        size_hw: height and width of the image in pixels, upright.
-        cell_xy: width and height of a cell in pixels of that image.
-    """
-
-    count: float
-    density: NDArray[np.float32]
-    size_hw: tuple[int, int]
-    cell_xy: tuple[float, float]
+from p3net.uncertainty import Calibration, interval, spread
 
 
 @dataclass(frozen=True)
@@ -47,33 +29,128 @@ class Counter:
     Attributes:
         network: P³Net or a regressor, in eval mode.
         max_shorter_side: larger images are shrunk to this first, as in training.
-        metadata: configuration, intervals, splits and history, as the checkpoint has them.
+        metadata: configuration, intervals, splits, calibration and history, as the checkpoint
+            has them.
     """
 
     network: nn.Module
     max_shorter_side: int = 2048
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def count(self, image: Countable) -> Prediction:
-        """Count one image: a path, the bytes of a file, a PIL image, an array or a tensor.
+    @overload
+    def count(
+        self,
+        image: Countable,
+        *,
+        level: float = 0.9,
+        regions: Regions | Iterable[Region] | None = None,
+        tile: int | None = None,
+        full_size: bool = False,
+    ) -> Prediction: ...
 
-        Arrays are H×W or H×W×3, tensors 3×H×W; both hold 0–255 as integers or 0–1 as floats.
+    @overload
+    def count(
+        self,
+        image: list[Countable] | tuple[Countable, ...],
+        *,
+        level: float = 0.9,
+        regions: Regions | Iterable[Region] | None = None,
+        tile: int | None = None,
+        full_size: bool = False,
+    ) -> list[Prediction]: ...
+
+    def count(
+        self,
+        image: Countable | list[Countable] | tuple[Countable, ...],
+        *,
+        level: float = 0.9,
+        regions: Regions | Iterable[Region] | None = None,
+        tile: int | None = None,
+        full_size: bool = False,
+    ) -> Prediction | list[Prediction]:
+        """Count an image: a path, the bytes of a file, a PIL image, an array or a tensor.
+
+        A list of them gives a list. Arrays are H×W or H×W×3, tensors H×W or 3×H×W; both hold
+        0–255 as integers or 0–1 as floats.
+
+        Args:
+            image: what to count.
+            level: of the interval, between 0 and 1.
+            regions: polygons in pixels of the upright image, each counted by itself as well.
+            tile: side in px of the tiles a large image is worked on in; the result is the same
+                up to rounding, whatever it is. Chosen to fit a fixed memory if not given.
+            full_size: do not shrink to `max_shorter_side`.
         """
-        pixels, (scale_x, scale_y) = prepare(
-            _as_image(image), max_shorter_side=self.max_shorter_side
-        )
-        device = next(self.network.parameters()).device
-        batch = to_float(torch.from_numpy(pixels[None])).to(device)
-        output = self.predict(batch)
-        density = output.density[0].float().cpu().numpy()
-        density.flags.writeable = False
-        height, width = pixels.shape[:2]
+        if not 0 < level < 1:
+            raise InputError(f"a level lies between 0 and 1, such as 0.9; got {level}")
+        areas = _as_regions(regions)
+        if isinstance(image, list | tuple):
+            return [
+                self._count(each, level=level, regions=areas, tile=tile, full_size=full_size)
+                for each in image
+            ]
+        return self._count(image, level=level, regions=areas, tile=tile, full_size=full_size)
+
+    def stream(self, images: Iterable[Countable], **how: Any) -> Iterator[Prediction]:
+        """Count images one by one, as they come; the words of `count` apply."""
+        for image in images:
+            yield self.count(image, **how)
+
+    def _count(
+        self,
+        image: Countable,
+        *,
+        level: float,
+        regions: Regions | None,
+        tile: int | None,
+        full_size: bool,
+    ) -> Prediction:
+        pixels, (scale_x, scale_y) = self._pixels(image, full_size=full_size)
+        cells = tiling.run(self.network, pixels, tile)
+        density = _frozen(cells.density)
+        variance = None if cells.variance is None else _frozen(cells.variance)
+        count = float(density.sum(dtype=np.float64))
+        size_hw = (round(pixels.shape[0] / scale_y), round(pixels.shape[1] / scale_x))
+        cell_xy = (CELL / scale_x, CELL / scale_y)
+        calibration = Calibration.of(self.metadata)
+        parts = {}
+        for region in regions or ():
+            share = coverage(region.polygon_xy, density.shape, cell_xy, size_hw)
+            inside = float(np.vdot(density.astype(np.float64), share))
+            parts[region.name] = RegionCount(
+                name=region.name,
+                count=inside,
+                interval=None
+                if variance is None
+                else interval(inside, spread(variance, share), level, calibration, whole=False),
+                area_m2=regions.area_m2(region, size_hw) if regions is not None else None,
+            )
         return Prediction(
-            count=float(density.sum(dtype=np.float64)),
+            count=count,
             density=density,
-            size_hw=(round(height / scale_y), round(width / scale_x)),
-            cell_xy=(CELL / scale_x, CELL / scale_y),
+            size_hw=size_hw,
+            cell_xy=cell_xy,
+            interval=None
+            if variance is None
+            else interval(count, spread(variance), level, calibration),
+            variance=variance,
+            branches=tuple(map(_frozen, cells.branches)),
+            regions=MappingProxyType(parts),
+            source=image,
         )
+
+    def _pixels(self, image: Countable, *, full_size: bool) -> tuple[Pixels, tuple[float, float]]:
+        """The pixels to count, and how many of them make one of the image's (x, y)."""
+        opened = open_source(image)
+        if isinstance(opened, np.ndarray):
+            size_hw = (opened.shape[0], opened.shape[1])
+        else:
+            size_hw = upright_size_hw(opened)
+        side = min(size_hw) if full_size else self.max_shorter_side
+        view = whole_view(size_hw, max_shorter_side=side)
+        if isinstance(opened, np.ndarray) and view.size_hw == size_hw:
+            return opened, view.scale_xy  # no copy: it may be large
+        return apply_view(opened, view), view.scale_xy
 
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Output:
@@ -86,32 +163,13 @@ class Counter:
             self.network.train(training)
 
 
-def _as_image(image: Countable) -> Image.Image:
-    if isinstance(image, str | Path):
-        return open_image(Path(image))
-    if isinstance(image, bytes):
-        return open_bytes(image)
-    if isinstance(image, Image.Image):
-        if not image.width or not image.height:
-            raise InputError(f"the image is empty: {image.width}×{image.height} px")
-        return image
-    if isinstance(image, Tensor):
-        image = image.detach().cpu()
-        image = (image.float() if image.is_floating_point() else image).numpy()
-        image = np.moveaxis(image, 0, -1) if image.ndim == 3 else image
-    array = np.asarray(image)
-    if array.dtype.kind not in "fiu":
-        raise InputError(f"an image must hold numbers, not {array.dtype}")
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
-        raise InputError(
-            f"an array H×W or H×W×3, or a tensor 3×H×W, was expected, got shape {array.shape}"
-        )
-    if not array.size:
-        raise InputError(f"the image is empty: shape {array.shape}")
-    if array.dtype.kind == "f":
-        if not np.isfinite(array).all() or array.min() < 0 or array.max() > 1:
-            raise InputError("floats of an image must be finite and between 0 and 1")
-        array = np.round(array * 255)
-    elif array.min() < 0 or array.max() > 255:
-        raise InputError("integers of an image must be between 0 and 255")
-    return Image.fromarray(array.astype(np.uint8))
+def _frozen(cells: Tensor) -> Grid:
+    grid: Grid = cells.numpy()
+    grid.flags.writeable = False
+    return grid
+
+
+def _as_regions(regions: Regions | Iterable[Region] | None) -> Regions | None:
+    if regions is None or isinstance(regions, Regions):
+        return regions
+    return Regions(tuple(regions))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from p3net import uncertainty
 from p3net.counting import Counter
 from p3net.data.images import upright_size_hw
 from p3net.errors import InputError
 from p3net.metrics import Estimate, summarise
+from p3net.prediction import Prediction
 from p3net.structures import Dataset, Sample, inside
 
 LEVELS: dict[str, tuple[float, float]] = {
@@ -68,13 +71,20 @@ def count_samples(
     counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[ImageResult]:
     """Count the labelled images one by one."""
+    for sample, truth, prediction in _counted(counter, dataset, progress):
+        yield ImageResult(sample.key, truth, prediction.count, sample.tags)
+
+
+def _counted(
+    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[Sample, int, Prediction]]:
     samples = [sample for sample in dataset.samples if sample.labelled]
     if not samples:
         raise InputError("no labelled image to evaluate on", source=dataset.root)
     for number, sample in enumerate(samples, start=1):
         with sample.open() as image:
-            counted = counter.count(image).count
-        yield ImageResult(sample.key, true_count(sample), counted, sample.tags)
+            prediction = counter.count(image)
+        yield sample, true_count(sample), prediction
         if progress is not None:
             progress(number, len(samples))
 
@@ -108,3 +118,87 @@ def group(name: str, results: list[ImageResult]) -> Group:
     truth = np.array([r.truth for r in results], np.float64)
     counted = np.array([r.counted for r in results], np.float64)
     return Group(name, len(results), summarise(truth, counted))
+
+
+# --- intervals ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One image: what is there, what was counted, and the spread of that."""
+
+    key: str
+    truth: int
+    counted: float
+    spread: float
+
+    @property
+    def score(self) -> float:
+        """Truth less counted, in spreads."""
+        return (self.truth - self.counted) / self.spread
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How intervals fared on images whose true count is known.
+
+    Attributes:
+        images: how many.
+        level: what was asked for.
+        share: of the images whose interval holds the true count.
+        width: of the intervals, mean over the images, in heads.
+    """
+
+    images: int
+    level: float
+    share: float
+    width: float
+
+
+def score(
+    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
+) -> list[Scored]:
+    """Count labelled images and say how far off each count is, in units of its own spread."""
+    scored = []
+    for sample, truth, prediction in _counted(counter, dataset, progress):
+        if prediction.variance is None:
+            raise InputError(
+                "this model predicts no distributions, so there is nothing to calibrate; "
+                "a P³Net is needed"
+            )
+        spread = uncertainty.spread(prediction.variance)
+        scored.append(Scored(sample.key, truth, prediction.count, spread))
+    return scored
+
+
+def calibrate(
+    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
+) -> Counter:
+    """The same model with intervals that hold on images like these, which it has not learned from.
+
+    `checkpoint.save(path, counter.network, counter.metadata)` keeps it.
+    """
+    return calibrated(counter, score(counter, dataset, progress), dataset.root)
+
+
+def calibrated(counter: Counter, scored: Sequence[Scored], data: str) -> Counter:
+    """The same model with intervals from these scores; `data` says where they come from."""
+    names = hashlib.sha256("\n".join(sorted(each.key for each in scored)).encode())
+    made = uncertainty.Calibration(
+        tuple(each.score for each in scored), f"{data} (images {names.hexdigest()[:12]})"
+    )
+    return replace(counter, metadata={**counter.metadata, uncertainty.KEY: made.to_dict()})
+
+
+def held_out(scored: Sequence[Scored], level: float) -> Coverage:
+    """Coverage of each image's interval, calibrated on all the others (leave one out)."""
+    if len(scored) < 2:
+        raise InputError(f"two images at least are needed, got {len(scored)}")
+    held, widths = 0, 0.0
+    for index, each in enumerate(scored):
+        others = [*scored[:index], *scored[index + 1 :]]
+        calibration = uncertainty.Calibration(tuple(other.score for other in others))
+        found = uncertainty.interval(each.counted, each.spread, level, calibration)
+        held += found.low <= each.truth <= found.high
+        widths += found.high - found.low
+    return Coverage(len(scored), level, held / len(scored), widths / len(scored))

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,27 +41,20 @@ def gradients(y: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def test_matrices_satisfy_the_minimal_filtering_equation() -> None:
     """Aᵀ[(G g) ⊙ (Bᵀ d)] is the correlation of 6 values with 3, for every pair of unit vectors."""
-    eye = torch.eye(6, dtype=torch.float64)
-    bt, at = torch.empty_like(eye), torch.empty(4, 6, dtype=torch.float64)
-    winograd._bt(eye, bt)
-    winograd._at(eye.clone(), at)
-    g = torch.tensor(winograd._G_BY_24, dtype=torch.float64) / 24
+    bt, g, at = (
+        torch.tensor(rows, dtype=torch.float64)
+        for rows in (winograd._BT, winograd._G_BY_24, winograd._AT)
+    )
     for i in range(6):
         for j in range(3):
             expected = [1.0 if i == out + j else 0.0 for out in range(4)]
-            assert (at @ (g[:, j] * bt[:, i])).tolist() == pytest.approx(expected, abs=1e-14)
+            assert (at @ (g[:, j] / 24 * bt[:, i])).tolist() == pytest.approx(expected, abs=1e-14)
 
 
-def test_gradient_transforms_are_the_transposes() -> None:
-    eye = torch.eye(6, dtype=torch.float64)
-    bt, at = torch.empty_like(eye), torch.empty(4, 6, dtype=torch.float64)
-    winograd._bt(eye, bt)
-    winograd._at(eye.clone(), at)
-    a, b = torch.empty(6, 4, dtype=torch.float64), torch.zeros_like(eye)
-    winograd._a(torch.eye(4, dtype=torch.float64), a)
-    winograd._b(eye.clone(), b[:4], b[4:])
-    assert torch.equal(a, at.T)
-    assert torch.equal(b, bt.T)
+def test_sums_are_the_matrix() -> None:
+    got = torch.empty(6, 6, dtype=torch.float64)
+    winograd._bt(torch.eye(6, dtype=torch.float64), got)
+    assert got.tolist() == [list(row) for row in winograd._BT]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -80,17 +78,21 @@ def test_equals_the_direct_convolution(
     k=st.integers(1, 4),
     h=st.integers(1, 21),
     w=st.integers(1, 21),
-    strip=st.sampled_from([1, 20_000, 16 << 20]),
+    strip=st.sampled_from([1, 7, 256]),
+    relu=st.booleans(),
 )
-def test_any_size_and_any_strip(n: int, c: int, k: int, h: int, w: int, strip: int) -> None:
+def test_any_size_and_any_strip(
+    n: int, c: int, k: int, h: int, w: int, strip: int, relu: bool
+) -> None:
     """Values and all three gradients are those of the direct convolution."""
     inputs = tuple(t.requires_grad_() for t in case(n, c, k, h, w))
     x, weight, bias = inputs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(winograd, "STRIP_BYTES", strip)
-        y = winograd_conv2d(x, weight, bias)
+        patch.setattr(winograd, "STRIP_TILES", strip)
+        y = winograd_conv2d(x, weight, bias, relu=relu)
         got = gradients(y, inputs)
     direct = F.conv2d(x, weight, bias, padding=1)
+    direct = F.relu(direct) if relu else direct
     torch.testing.assert_close(y, direct, rtol=0, atol=1e-11)
     for ours, theirs in zip(got, gradients(direct, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -99,9 +101,9 @@ def test_any_size_and_any_strip(n: int, c: int, k: int, h: int, w: int, strip: i
 def test_strips_cover_every_tile_once_and_split_large_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(winograd, "STRIP_BYTES", 36 * 5 * 4 * 8 * 2)  # two rows of five tiles
+    monkeypatch.setattr(winograd, "STRIP_TILES", 12)  # two rows of five tiles
     seen = torch.zeros(3, 6, dtype=torch.int64)
-    strips = list(winograd._strips(torch.empty(3, 21, 18, 2, dtype=torch.float64), 2, 2))
+    strips = list(winograd._strips(torch.empty(3, 21, 18, 2)))
     for images, rows in strips:
         assert (images.stop - images.start) * (rows.stop - rows.start) <= 2
         seen[images, rows] += 1
@@ -110,7 +112,7 @@ def test_strips_cover_every_tile_once_and_split_large_images(
 
 
 def test_scratch_memory_does_not_grow_with_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winograd, "STRIP_BYTES", 1 << 16)
+    monkeypatch.setattr(winograd, "STRIP_TILES", 32)
 
     def bytes_kept(height: int) -> int:
         monkeypatch.setattr(winograd, "_memory", type(winograd._memory)())
@@ -139,6 +141,7 @@ def test_gradcheck(needed: tuple[bool, bool, bool]) -> None:
         t.requires_grad_(need) for t, need in zip(case(2, 2, 3, 5, 6), needed, strict=True)
     )
     assert torch.autograd.gradcheck(winograd_conv2d, inputs)
+    assert torch.autograd.gradcheck(partial(winograd_conv2d, relu=True), inputs)
 
 
 def test_gradients_that_are_not_needed_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,34 +213,112 @@ def test_pays_for_wide_layers_on_large_maps_only() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not pays(x, wide)
     deep = torch.zeros(512, 512, 3, 3)
-    assert pays(torch.zeros(1, 512, 24, 24), deep)
-    assert not pays(torch.zeros(1, 512, 16, 16), deep)
-    assert pays(torch.zeros(4, 512, 16, 16), deep)
+    assert pays(torch.zeros(1, 512, 16, 16), deep)
+    assert not pays(torch.zeros(1, 512, 12, 12), deep)
+    assert pays(torch.zeros(2, 512, 12, 12), deep)
 
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights that are transformed from now on."""
     calls: list[tuple[int, ...]] = []
+    transform = winograd._transform_weight
 
-    def record(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        calls.append(tuple(x.shape))
-        return winograd_conv2d(x, weight, bias)
+    def record(weight: Tensor) -> Tensor:
+        calls.append(tuple(weight.shape))
+        return transform(weight)
 
-    monkeypatch.setattr(winograd, "winograd_conv2d", record)
+    monkeypatch.setattr(winograd, "_transform_weight", record)
     return calls
 
 
-def test_module_is_a_conv2d(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+def test_module_is_a_conv2d(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
     """Same keys, same values, by Winograd where it pays and the ordinary way elsewhere."""
     calls = spy(monkeypatch)
-    for c, size, fast in ((64, 48, True), (64, 8, False), (3, 48, False)):
+    for c, size, fast in ((64, 48, True), (64, 9, False), (3, 48, False)):
         ours, theirs = Conv3x3(c, 64), nn.Conv2d(c, 64, 3, padding=1)
         assert list(ours.state_dict()) == list(theirs.state_dict())
         theirs.load_state_dict(ours.state_dict())
-        x = case(1, c, 1, size, size, torch.float32)[0]
+        x = case(1, c, 1, size, size + 3, torch.float32)[0]
         calls.clear()
-        assert relative(ours(x), theirs(x)) < 2e-5
+        with torch.set_grad_enabled(grad):
+            y = theirs(x)
+            assert relative(ours(x), y) < 2e-5
+            assert relative(ours(x, relu=True), y.relu()) < 2e-5
+            assert relative(ours(x, pool=True), F.max_pool2d(y, 2)) < 2e-5
+            assert relative(ours(x, relu=True, pool=True), F.max_pool2d(y.relu(), 2)) < 2e-5
         assert bool(calls) == fast
     assert "bias" not in Conv3x3(2, 2, bias=False).state_dict()
+
+
+def change_in_place(layer: Conv3x3) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def change_data(layer: Conv3x3) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+def change_parameter(layer: Conv3x3) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def change_by_loading(layer: Conv3x3) -> None:
+    layer.load_state_dict({name: t * 2 for name, t in layer.state_dict().items()}, assign=True)
+
+
+def change_by_training(layer: Conv3x3) -> None:
+    """A fused optimiser, which does not say that it changes the weight."""
+    layer.train()
+    optimiser = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(torch.ones(1, 64, 48, 48)).sum().backward()
+    optimiser.step()
+    layer.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_in_place, change_data, change_parameter, change_by_loading, change_by_training],
+)
+def test_a_transformed_weight_is_kept_until_the_weight_changes(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Conv3x3], None]
+) -> None:
+    calls = spy(monkeypatch)
+    layer = Conv3x3(64, 64).eval()
+    x = case(1, 64, 1, 48, 48, torch.float32)[0]
+    for expected in (1, 1):  # twice the same: transformed once
+        with torch.no_grad():
+            layer(x)
+        assert len(calls) == expected
+    before = layer.weight.detach().clone()
+    change(layer)
+    assert not torch.equal(layer.weight, before)
+    with torch.no_grad():
+        assert relative(layer(x), F.conv2d(x, layer.weight, layer.bias, padding=1)) < 2e-5
+
+
+def test_copies_and_pickles_go_without_the_transformed_weight() -> None:
+    layer = Conv3x3(64, 64).eval()
+    x = case(1, 64, 1, 48, 48, torch.float32)[0]
+    with torch.no_grad():
+        y = layer(x)
+        assert layer._kept is not None
+        assert set(layer.state_dict()) == {"weight", "bias"}
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert other._kept is None
+            assert torch.equal(other(x), y)
+            other.weight.zero_()
+            assert torch.equal(layer(x), y)
+
+
+def test_a_weight_made_in_inference_mode_serves() -> None:
+    with torch.inference_mode():
+        layer = Conv3x3(64, 64).eval()
+        x = case(1, 64, 1, 48, 48, torch.float32)[0]
+        layer(x)
+        layer.weight.mul_(2)
+        assert relative(layer(x), F.conv2d(x, layer.weight, layer.bias, padding=1)) < 2e-5
 
 
 def test_exported_graph_holds_the_ordinary_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

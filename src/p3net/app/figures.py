@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from p3net.counting import Prediction
 from p3net.data.images import to_rgb
 from p3net.errors import InputError
+from p3net.prediction import Prediction
 from p3net.structures import Points, inside
 from p3net.targets import CELL, density
 
@@ -276,6 +276,53 @@ def curves(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, dark: bool = Fals
             axes[0].legend(frameon=False, labelcolor=_INK[dark], fontsize=9)
 
     return _plot(draw, max(len(series), 1), (4.1 * max(len(series), 1), 3.2), dark=dark)
+
+
+def over_time(series: Sequence[tuple[float, Prediction]], *, dark: bool = False) -> bytes:
+    """Counts of a video with the band of their intervals, and of its regions; a transparent PNG.
+
+    Args:
+        series: seconds and what was counted then, in order.
+        dark: for a dark page.
+    """
+    times = np.array([time_s for time_s, _ in series])
+    last = float(times[-1])
+    unit, factor = ("h", 3600) if last > 7200 else ("min", 60) if last > 180 else ("s", 1)
+    regions = list(series[0][1].regions)[: len(_LINES) - 2]
+
+    def draw(axes: Any) -> None:
+        axes = axes[0]
+        many = len(times) > 60
+        known = [p.interval for _, p in series if p.interval is not None]
+        if len(known) == len(series):
+            low = [i.low for i in known]
+            high = [i.high if np.isfinite(i.high) else np.nan for i in known]
+            words = f"{100 * known[0].level:g} % interval" + (
+                "" if known[0].calibrated else ", uncalibrated"
+            )
+            axes.fill_between(
+                times / factor, low, high, color=_LINES[2], alpha=0.2, linewidth=0, label=words
+            )
+        style = {"linewidth": 1.6, "marker": None if many else "o", "markersize": 3}
+        counts = [p.count for _, p in series]
+        axes.plot(times / factor, counts, color=_LINES[2], label="count", **style)
+        for name, colour in zip(regions, (*_LINES[:2], *_LINES[3:]), strict=False):
+            part = [p.regions[name].count for _, p in series]
+            axes.plot(times / factor, part, color=colour, label=name, **{**style, "linewidth": 1.2})
+        axes.set(xlabel=f"time ({unit})", ylabel="count")
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.01)
+        axes.legend(
+            frameon=False,
+            labelcolor=_INK[dark],
+            fontsize=9,
+            ncols=5,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            borderaxespad=0.2,
+        )
+
+    return _plot(draw, 1, (8.0, 3.4), dark=dark)
 
 
 def on_white(png: bytes) -> Image.Image:

@@ -107,7 +107,7 @@ def _read_each(kind: str, parsers: Mapping[str, Parse], beside: str, path: Path)
     if root != path and root.name == beside:
         root = root.parent
     tree = Tree.of(root)
-    claims = _claims(tree, tuple(parsers), beside)
+    claims = annotation_files(tree, tuple(parsers), beside)
     orphans = []
     for key in sorted(set(tree.others) - set(claims.values())):
         file, suffix = tree.others[key], posixpath.splitext(key)[1]
@@ -146,7 +146,7 @@ def _labelme_image(tree: Tree, key: str) -> str | None:
     return tree.find(reference, posixpath.dirname(key), Place.of(key).split, file)
 
 
-def _claims(tree: Tree, suffixes: tuple[str, ...], beside: str) -> dict[str, str]:
+def annotation_files(tree: Tree, suffixes: tuple[str, ...], beside: str) -> dict[str, str]:
     """The annotation of each image: `a.jpg.txt` can only be that of a.jpg, else `a.txt`."""
 
     def present(image: str, *, whole: bool) -> list[str]:

@@ -3,7 +3,7 @@
 A backbone says its `stride` (pixels per position), its `channels` and the `multiple` its input
 is padded to, and carries its normalisation, so that training and counting cannot differ.
 Every backbone is local: a position depends on a bounded window of pixels, never on the rest of
-the image or of the batch (in eval mode).
+the image or of the batch (in eval mode). Its stages say how wide: whole images are run in tiles.
 
 Shapes: B images, H×W pixels, h×w = H/stride×W/stride positions.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,28 @@ from p3net.network.winograd import Conv3x3
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
+
+
+class Stage(NamedTuple):
+    """A local part of a backbone.
+
+    Attributes:
+        run: B×·×H×W → B×channels×H/stride×W/stride.
+        stride: positions of its input for one of its output.
+        channels: of its output.
+        halo: how many positions of the input, on every side of a window, the outputs of that
+            window depend on; no others have any influence.
+        multiple: windows of the input begin at multiples of this, and `halo` is one.
+        tile: side in positions of the input of the windows it is best run in: as large as the
+            halo asks for, as small as caches and memory do.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    stride: int
+    channels: int
+    halo: int
+    multiple: int
+    tile: int
 
 
 class Backbone(nn.Module):
@@ -51,15 +74,21 @@ class Backbone(nn.Module):
         The image is continued to the right and below by its mean colour up to the next multiple;
         without `pad` what does not fill a position is dropped.
         """
-        normalised = (images - self.mean) / self.deviation
+        normalised = self.normalise(images)
         if pad:
             height, width = images.shape[-2:]
             below, right = -height % self.multiple, -width % self.multiple
             normalised = F.pad(normalised, (0, right, 0, below))
-        return self.extract(normalised)
+        for stage in self.stages():
+            normalised = stage.run(normalised)
+        return normalised
 
-    def extract(self, normalised: Tensor) -> Tensor:
-        """The map of normalised images."""
+    def normalise(self, images: Tensor) -> Tensor:
+        """Mean colour 0, deviation 1."""
+        return (images - self.mean) / self.deviation
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Parts from the normalised image to the map, each run on the one before."""
         raise NotImplementedError
 
     def blocks(self) -> list[nn.Module]:
@@ -95,18 +124,37 @@ class VGG19(Backbone):
             nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
             layers += [convolution, nn.ReLU(inplace=True)]
             inputs = entry
-        self.features = nn.Sequential(*layers)
+        self.features = _Fused(*layers)
 
-    def extract(self, normalised: Tensor) -> Tensor:
-        """B×3×H×W → B×512×H/16×W/16."""
-        features: Tensor = self.features(normalised)
-        return features
+    def stages(self) -> tuple[Stage, ...]:
+        """Two blocks to stride 4, which take most of the memory; three more to stride 16."""
+        return (
+            Stage(self.features[:10], 4, 128, halo=8, multiple=4, tile=512),
+            Stage(self.features[10:], 4, 512, halo=28, multiple=4, tile=384),
+        )
 
     def blocks(self) -> list[nn.Module]:
         """The five blocks between the pools."""
         pools = [i for i, layer in enumerate(self.features) if isinstance(layer, nn.MaxPool2d)]
         edges = [0, *pools, len(self.features)]
         return [self.features[a:b] for a, b in pairwise(edges)]
+
+
+class _Fused(nn.Sequential):
+    """Layers in sequence; a convolution does the ReLU and the pool that follow it on its way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            if isinstance(layer, Conv3x3) and layers and isinstance(layers[0], nn.ReLU):
+                layers.pop(0)
+                pool = bool(layers) and isinstance(layers[0], nn.MaxPool2d)
+                layers = layers[pool:]
+                x = layer(x, relu=True, pool=pool)
+            else:
+                x = layer(x)
+        return x
 
 
 class Small(Backbone):
@@ -127,10 +175,9 @@ class Small(Backbone):
             layers += [_NormalisedConv(inputs, outputs, 2), _NormalisedConv(outputs, outputs, 1)]
         self.layers = nn.Sequential(*layers)
 
-    def extract(self, normalised: Tensor) -> Tensor:
-        """B×3×H×W → B×128×H/16×W/16."""
-        features: Tensor = self.layers(normalised)
-        return features
+    def stages(self) -> tuple[Stage, ...]:
+        """All at once."""
+        return (Stage(self.layers, 16, 128, halo=48, multiple=16, tile=512),)
 
     def blocks(self) -> list[nn.Module]:
         """Its nine convolutions."""
@@ -184,11 +231,25 @@ class Lite0(Backbone):
         )
         self.smooth = Conv3x3(self.channels, self.channels)
 
-    def extract(self, normalised: Tensor) -> Tensor:
-        """B×3×H×W → B×128×H/8×W/8."""
+    def stages(self) -> tuple[Stage, ...]:
+        """To stride 8, where the memory goes; then deeper, where the window grows, and back."""
+        return (
+            Stage(self._descend, 8, 40, halo=40, multiple=8, tile=384),
+            Stage(self._merge, 1, self.channels, halo=56, multiple=4, tile=256),
+        )
+
+    def _descend(self, normalised: Tensor) -> Tensor:
+        """B×3×H×W → B×40×H/8×W/8."""
         x = F.relu6(self._bn0(self._conv_stem(normalised)))
-        maps: list[Tensor] = []
-        for index, block in enumerate(self._blocks):
+        for block in self._blocks[: min(self.taps) + 1]:
+            x = block(x)
+        return x
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """B×40×h×w of stride 8 → B×128×h×w: the maps of strides 8, 16 and 32 added."""
+        first = min(self.taps)
+        maps = [self.laterals[str(first)](x)]
+        for index, block in enumerate(self._blocks[first + 1 :], start=first + 1):
             x = block(x)
             if index in self.taps:
                 maps.append(self.laterals[str(index)](x))

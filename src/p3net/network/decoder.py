@@ -10,6 +10,7 @@ Shapes: B images, C tokens, N positions of the feature map, d channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -34,13 +35,32 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
-        """B×C×d, B×N×d → B×C×d."""
-        q, k, v = self._project(query, memory)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0
-        )
+    def forward(self, query: Tensor, memory: Tensor | Sequence[Tensor]) -> Tensor:
+        """B×C×d, B×N×d → B×C×d; a memory in parts is attended to one part after the other."""
+        if isinstance(memory, Tensor):
+            q, k, v = self._project(query, memory)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0
+            )
+        else:
+            mixed = self._fold(query, memory)
         return cast("Tensor", self.out_proj(mixed.transpose(1, 2).flatten(2)))
+
+    def _fold(self, query: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Attention by a running softmax: sums relative to the largest score so far; no dropout."""
+        size = (len(query), self.heads, query.shape[1])
+        peak = query.new_full((*size, 1), -math.inf)
+        total = query.new_zeros(*size, 1)
+        mixed = query.new_zeros(*size, query.shape[2] // self.heads)
+        for part in parts:
+            q, k, v = self._project(query, part)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+            fade, weights = (peak - higher).exp(), (scores - higher).exp()
+            total = total * fade + weights.sum(-1, keepdim=True)
+            mixed = mixed * fade + weights @ v
+            peak = higher
+        return mixed / total
 
     def weights(self, query: Tensor, memory: Tensor) -> Tensor:
         """How much each query attends to each position, mean over heads: B×C×N, rows sum to 1."""
@@ -73,7 +93,7 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, memory: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """B×C×d, B×N×d → the refined tokens, and the queries its cross-attention used."""
         asked = self.norm1(tokens + self.dropout(self.self_attn(tokens, tokens)))
         tokens = self.norm2(asked + self.dropout(self.multihead_attn(asked, memory)))
@@ -90,9 +110,15 @@ class Decoder(nn.Module):
             DecoderLayer(width, heads, hidden, dropout) for _ in range(layers)
         )
 
-    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """B×C×d tokens, B×d×h×w features → B×C×d."""
-        memory = features.flatten(2).transpose(1, 2)
+    def forward(self, tokens: Tensor, features: Tensor, *, at_once: int | None = None) -> Tensor:
+        """B×C×d tokens, B×d×h×w features → B×C×d.
+
+        With `at_once`, that many positions are attended to at a time: the same up to rounding,
+        in bounded memory.
+        """
+        positions = features.flatten(2).transpose(1, 2)
+        whole = at_once is None or positions.shape[1] <= at_once
+        memory = positions if whole else positions.split(at_once, dim=1)
         for layer in self.layers:
             tokens, _ = layer(tokens, memory)
         return tokens

@@ -156,11 +156,11 @@ class P3Net(nn.Module):
         features: Tensor = self.backbone(images, pad=self.architecture.grid == "cover")
         return features
 
-    def refine(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def refine(self, features: Tensor, *, at_once: int | None = None) -> tuple[Tensor, Tensor]:
         """B×d×h'×w' → the refined tokens of both branches, B×C×d each."""
         one, two = self.queries(len(features))
-        first: Tensor = self.decoders[0](one, features)
-        second: Tensor = self.decoders[1](two, features)
+        first: Tensor = self.decoders[0](one, features, at_once=at_once)
+        second: Tensor = self.decoders[1](two, features, at_once=at_once)
         return first, second
 
     def queries(self, batch: int) -> tuple[Tensor, Tensor]:
