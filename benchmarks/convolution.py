@@ -4,7 +4,8 @@
 
 Both run in turn in one process and the best times are compared, so that a busy machine
 disturbs the ratios least. Ratios above 1 favour Winograd; `nn.Conv2d` gets contiguous input,
-as it does in torchvision's VGG. Errors are relative to the largest value.
+as it does in torchvision's VGG. The trunk does ReLU and pooling on the way and, counting, keeps
+its transformed weights; single layers do neither. Errors are relative to the largest value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from p3net.network.backbone import VGG19
 from p3net.network.winograd import Conv3x3, pays, winograd_conv2d
 
 LAYERS = (  # channels in and out, stride of the map
@@ -32,15 +34,15 @@ LAYERS = (  # channels in and out, stride of the map
 TRUNK = (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
 
 
-def trunk(convolution: Callable[[int, int], nn.Module]) -> nn.Sequential:
-    """VGG-19 without its last pool; 0 stands for a pool."""
+def plain_trunk() -> nn.Sequential:
+    """VGG-19 without its last pool, of torch's own layers; 0 stands for a pool."""
     layers: list[nn.Module] = []
     channels = 3
     for width in TRUNK:
         if width == 0:
             layers.append(nn.MaxPool2d(2))
         else:
-            layers += [convolution(channels, width), nn.ReLU(inplace=True)]
+            layers += [plain(channels, width), nn.ReLU(inplace=True)]
             channels = width
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
@@ -61,7 +63,7 @@ def single(convolution: Callable[[int, int], nn.Conv2d], c: int, k: int) -> nn.C
 class Always(Conv3x3):
     """Winograd even where it does not pay, to show where that is."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **_: bool) -> Tensor:
         """N×C×H×W to N×K×H×W."""
         return winograd_conv2d(x, self.weight, self.bias)
 
@@ -142,7 +144,7 @@ def main() -> None:
         note = "" if pays(x.detach(), torch.empty(k, c, 3, 3)) else "not used"
         line(f"{c} → {k} at {side}²", base, ours, x, args.repeats, note)
     image = torch.randn(args.batch, 3, args.size, args.size)
-    line("trunk", trunk(plain), trunk(Conv3x3), image, args.repeats, "")
+    line("trunk", plain_trunk(), VGG19().features.eval(), image, args.repeats, "")
 
 
 if __name__ == "__main__":

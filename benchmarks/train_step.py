@@ -3,12 +3,12 @@
     python benchmarks/train_step.py [--sizes 256 512] [--batches 1 4] [--threads 2] [--repeats 3]
 
 Both do the same work: PDM on labelled crops, summed over cells, and a step of Adam. Ours is
-the package's: Winograd convolutions, exact targets in windows, the whole batch at once. The
-plain loop uses `nn.Conv2d` in contiguous format, targets as a softmax over all cells in one
-dense points × cells matrix, and the images one by one with accumulated gradients. Both run in
-turn in one process, and the best times are compared. The gradient's difference is relative,
-over all parameters together, on the same targets (ours). Peak memory is that of a process of
-its own for each way, less what it held before the first step.
+the package's: Winograd convolutions, exact targets in windows, the whole batch at once, Adam in
+one kernel. The plain loop uses `nn.Conv2d` in contiguous format, targets as a softmax over all
+cells in one dense points × cells matrix, and the images one by one with accumulated gradients.
+Both run in turn in one process, and the best times are compared. The gradient's difference is
+relative, over all parameters together, on the same targets (ours). Peak memory is that of a
+process of its own for each way, less what it held before the first step.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def plain_way(network: P3Net, *, exact: bool = False) -> Callable[[Batch], None]
     return gradients
 
 
-def stepper(network: P3Net, gradients: Callable[[Batch], None]) -> Callable[[Batch], None]:
-    optimiser = torch.optim.Adam(network.parameters(), lr=1e-7)
+def stepper(
+    network: P3Net, gradients: Callable[[Batch], None], *, fused: bool
+) -> Callable[[Batch], None]:
+    optimiser = torch.optim.Adam(network.parameters(), lr=1e-7, fused=fused)
 
     def step(batch: Batch) -> None:
         optimiser.zero_grad(set_to_none=True)
@@ -148,7 +150,8 @@ def measure_memory(way: str, size: int, batch: int) -> None:
     network = build()
     if way == "plain":
         network = plain_network(network)
-    step = stepper(network, our_way(network) if way == "ours" else plain_way(network))
+    ours = way == "ours"
+    step = stepper(network, our_way(network) if ours else plain_way(network), fused=ours)
     data = crops(batch, size)
     before = peak_mb()
     for _ in range(2):
@@ -161,7 +164,10 @@ def compare(size: int, batch: int, args: argparse.Namespace) -> None:
     network = build()
     difference = gradient_difference(network, data)
     plain = plain_network(copy.deepcopy(network))
-    steps = (stepper(plain, plain_way(plain)), stepper(network, our_way(network)))
+    steps = (
+        stepper(plain, plain_way(plain), fused=False),
+        stepper(network, our_way(network), fused=True),
+    )
     best = [float("inf"), float("inf")]
     for repeat in range(args.repeats + 1):
         for i, step in enumerate(steps):

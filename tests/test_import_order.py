@@ -20,10 +20,11 @@ ORDER = (
     "network.regressor", "network.cost",
     "losses.pdm", "losses.ecr", "losses.pointwise", "losses.bayesian", "losses.transport",
     "losses.ranking",
-    "averaging", "methods.base", "methods.supervised", "methods.views", "methods.teacher",
+    "averaging", "methods.base", "methods.views", "methods.supervised", "methods.teacher",
     "methods.p3net", "methods.mean_teacher", "methods.ranking",
-    "metrics", "prediction", "uncertainty", "tiling", "counting", "evaluation", "checkpoint",
-    "recipe", "configuration", "training", "experiment", "study",
+    "metrics", "points", "regions", "proposals", "prediction", "uncertainty", "tiling", "counting",
+    "evaluation", "hub", "runtimes", "checkpoint", "export",
+    "recipe", "configuration", "training", "experiment", "trial", "study",
 )
 # fmt: on
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p3net.checkpoint import load
-    from p3net.counting import Counter, Prediction
+    from p3net.counting import Counter
+    from p3net.export import push_to_hub, save_pretrained
+    from p3net.prediction import Prediction
 
 __version__ = version("p3net")
-__all__ = ["Counter", "Prediction", "__version__", "load"]
+__all__ = ["Counter", "Prediction", "__version__", "load", "push_to_hub", "save_pretrained"]
 
 
 def __getattr__(name: str) -> object:
@@ -24,8 +26,16 @@ def __getattr__(name: str) -> object:
         from p3net.checkpoint import load
 
         return load
-    if name in ("Counter", "Prediction"):
-        from p3net import counting
+    if name in ("push_to_hub", "save_pretrained"):
+        from p3net import export
 
-        return getattr(counting, name)
+        return getattr(export, name)
+    if name == "Counter":
+        from p3net.counting import Counter
+
+        return Counter
+    if name == "Prediction":
+        from p3net.prediction import Prediction
+
+        return Prediction
     raise AttributeError(f"module 'p3net' has no attribute {name!r}")

@@ -18,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from p3net import hub
 from p3net.counting import Counter
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Intervals
 from p3net.network.backbone import read_weights
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.runtimes import DEFAULTS, Exported
 
 FORMAT = 1
 """Version of the files written here."""
@@ -116,9 +118,22 @@ def save(path: Path, network: nn.Module, metadata: Mapping[str, Any]) -> None:
     write(path, _unshared(tensors), {**metadata, "network": describe(network)})
 
 
-def load(path: str | Path) -> Counter:
-    """A model ready to count: a run's folder, a weights file, or a `.pth` of the authors' code."""
+def load(path: str | Path, *, runtime: str | None = None) -> Counter:
+    """A model ready to count: a run's folder, a weights file, an exported one, a name on the hub.
+
+    Weights are `.safetensors` of this package or `.pth` of the authors' code. Exported files,
+    `.onnx` and `.xml`, are run by `runtime`: onnxruntime or openvino. What exists as a path wins
+    over `user/name` on the hub.
+    """
+    if not Path(path).exists() and hub.is_name(str(path)):
+        path = hub.fetch(str(path))
     path = Path(path)
+    if path.suffix in DEFAULTS:
+        exported = Exported(path, runtime)
+        side = exported.record.get("preparation", {}).get("max_shorter_side", 2048)
+        return Counter(exported.eval(), max_shorter_side=side, metadata=exported.record)
+    if runtime is not None:
+        raise InputError(f"{runtime} runs exported files; first: p3net export MODEL OUT.onnx")
     if path.is_dir():
         found = next((path / name for name in NAMES if (path / name).is_file()), None)
         if found is None:

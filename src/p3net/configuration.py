@@ -160,7 +160,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "per_cell": True,
+        "light": 0.8,
         "strong": 0.8,
+        "consistency": "relative",
+        "threshold": 0.0,
+        "teacher": 0.99,
         "network": {
             "kind": "p3net",
             "backbone": "lite0",
@@ -182,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "warmup": 100,
             "clip": 1.0,
             "average": 0.998,
-            "terms": {"ecr": {"weight": 200.0, "start": 100, "ramp": 100}},
+            "terms": {"ecr": {"weight": 10.0, "start": 100, "ramp": 100}},
             "choose": "last",
         },
     },

@@ -22,7 +22,7 @@ from p3net.data.loading import Stream, mixed, paired
 from p3net.data.splits import Split, SplitData
 from p3net.data.transforms import default_backend
 from p3net.errors import InputError
-from p3net.evaluation import count_samples
+from p3net.evaluation import calibrate, count_samples
 from p3net.intervals import PUBLISHED, Pair, fit
 from p3net.methods.base import Method
 from p3net.methods.mean_teacher import MeanTeacher
@@ -35,6 +35,7 @@ from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 from p3net.structures import Dataset, inside
 from p3net.targets import densities
+from p3net.uncertainty import KEY
 
 PAPER_SETS = ("sha", "shb", "qnrf", "jhu", "nwpu")
 """Kinds of data that the published intervals are for."""
@@ -64,6 +65,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         "loss": chosen.loss,
         "sigma": chosen.sigma,
         "per_cell": chosen.per_cell,
+        "light": chosen.light,
     }
     views: dict[str, Any] = {"strong": chosen.strong, "hidden": chosen.hidden}
     method: Method
@@ -237,7 +239,18 @@ def run(
         cache=cache or Cache(folder / "cache"),
         world=world,
     )
-    return Counter(network, max_shorter_side=side, metadata=record)
+    counter = Counter(network, max_shorter_side=side, metadata=record)
+    if world.rank == 0 and len(prepared.data.validation) and isinstance(network, P3Net):
+        return _calibrate(counter, prepared.data.validation, folder / "model.safetensors")
+    return counter
+
+
+def _calibrate(counter: Counter, validation: Dataset, path: Path) -> Counter:
+    """Calibrate a model's intervals and write that into its file too."""
+    known = calibrate(counter, validation)
+    _, record = checkpoint.read(path)
+    checkpoint.save(path, counter.network, {**record, KEY: known.metadata[KEY]})
+    return known
 
 
 def metrics_on(counter: Counter, dataset: Dataset) -> dict[str, float]:

@@ -212,6 +212,10 @@ _COLOURS = np.array(((40, 60, 190), (20, 190, 210), (250, 220, 60), (220, 30, 30
 """From sparse to dense."""
 
 
+FAINT = 0.1
+"""Heads per cell shown as the densest where no cell holds more, so that noise stays pale."""
+
+
 def _shrunk(image: Image.Image | Pixels) -> Image.Image:
     """RGB with its longer side at most `OVERLAY_SIDE`."""
     canvas = Image.fromarray(image) if isinstance(image, np.ndarray) else to_rgb(image)
@@ -237,7 +241,7 @@ def _stretch(density: Grid, size_wh: tuple[int, int], cell_xy: tuple[float, floa
 
 def _wash(pixels: Pixels, density: Grid, opacity: float) -> Pixels:
     """H×W×3 under the colours of H×W densities; the densest is fully warm."""
-    share = np.sqrt(np.clip(density / max(float(density.max()), 1e-6), 0, 1))
+    share = np.sqrt(np.clip(density / max(float(density.max()), FAINT), 0, 1))
     steps = np.linspace(0, 1, len(_COLOURS))
     colours = np.stack([np.interp(share, steps, _COLOURS[:, c]) for c in range(3)], axis=-1)
     alpha = (opacity * share)[..., None]

@@ -244,6 +244,7 @@ def _begin(method: Method, recipe: Recipe, world: World) -> Run:
         [group for group in groups if group["params"]],
         lr=recipe.learning_rate,
         weight_decay=recipe.weight_decay,
+        fused=True,
     )
     average = averaged(method.network) if recipe.average else None
     return Run(method, optimiser, average)

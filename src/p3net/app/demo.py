@@ -27,7 +27,7 @@ PRESET = "quick"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "every run": {
-        "data": "synthetic:1?train=200&val=0&test=100&size=240x320",
+        "data": "synthetic:1?train=200&val=0&test=100&size=240x320&most=150",
         "labelled": "5%",
         "stratified": True,
         "validation": "0",

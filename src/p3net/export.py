@@ -1,0 +1,365 @@
+"""Out to other runtimes: ONNX and OpenVINO files that give what the network gives, checked first.
+
+The graph takes images of any number and size and does everything itself, padding and
+normalisation included; its convolutions are plain ones. A file appears under its name only after
+it was run on images of several sizes and agreed with the network.
+
+Shapes: B images, H×W pixels, h×w cells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from p3net import checkpoint, hub
+from p3net.counting import Counter
+from p3net.errors import InputError
+from p3net.network.p3net import P3Net
+from p3net.network.regressor import Regressor
+from p3net.runtimes import DEFAULTS, KEY, OUTPUTS, Exported
+from p3net.uncertainty import cell_variance
+
+OPSET = 20
+"""Version of ONNX's operators."""
+
+SIZES_HW = ((64, 64), (75, 133), (33, 17), (160, 104))
+"""Images that the parity check runs, height and width in pixels; odd ones too."""
+
+TOLERANCE = 1e-3
+"""Largest difference of an exported network: Σ|got − expected| over Σ|expected|."""
+
+INT8_TOLERANCE = 1e-2
+"""Largest change of the counts by 8-bit convolutions: Σ|got − expected| over Σ expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far an exported model is from the network it came from, at most.
+
+    Attributes:
+        density, branches, variance: Σ|difference| over Σ|expected| of the worst image.
+        images: how many were compared.
+    """
+
+    density: float
+    branches: float
+    variance: float
+    images: int
+
+    @property
+    def worst(self) -> float:
+        """The largest of the three."""
+        return max(self.density, self.branches, self.variance)
+
+
+class Graph(nn.Module):
+    """What an exported file computes: images → density, branches and variance, in plain tensors."""
+
+    def __init__(self, network: P3Net | Regressor) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """B×3×H×W → B×h×w and, of a P³Net, B×2×h×w and B×h×w."""
+        network = self.network
+        if isinstance(network, Regressor):
+            return (network(images).density,)
+        features = network.features(images)
+        tokens = network.queries(images.shape[0])  # its own `len` would fix the batch in the graph
+        refined = [
+            decoder(each, features) for decoder, each in zip(network.decoders, tokens, strict=True)
+        ]
+        cells = network.resample(features, network.cells_hw(images))
+        output = network.read_out((refined[0], refined[1]), cells)
+        flat = output._replace(probabilities=tuple(p.flatten(2) for p in output.probabilities))
+        variance = cell_variance(network, flat).view(output.density.shape)
+        return output.density, torch.stack(output.expectations, dim=1), variance
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def export(counter: Counter, path: str | Path) -> Parity:
+    """Write `OUT.onnx`, or `OUT.xml` and `OUT.bin` for OpenVINO, in float32; checked first.
+
+    Returns how far the file is from the network; more than `TOLERANCE` is an error and leaves no
+    file. A file of that name is replaced.
+    """
+    path = Path(path)
+    network = _exportable(counter, path)
+    with _placed(path) as temporary:
+        if path.suffix == ".onnx":
+            _write_onnx(network, record(counter), temporary)
+        else:
+            _save_openvino(_openvino_model(network), record(counter), temporary)
+        found = parity(Exported(temporary), network)
+        if not found.worst <= TOLERANCE:  # NaN too
+            raise InputError(
+                f"the exported model differs from the network by {found.worst:.1e} of its output, "
+                f"more than {TOLERANCE:.0e}; it was not kept. Try other versions of "
+                "torch, onnxscript and the runtime",
+                source=path,
+            )
+    return found
+
+
+def record(counter: Counter) -> dict[str, Any]:
+    """What travels with an exported network: all that is known of it, as JSON."""
+    return {
+        **counter.metadata,
+        "format": checkpoint.FORMAT,
+        "network": checkpoint.describe(counter.network),
+        "preparation": {
+            **counter.metadata.get("preparation", {}),
+            "max_shorter_side": counter.max_shorter_side,
+        },
+        "exported_with": checkpoint.versions(),
+    }
+
+
+def _exportable(counter: Counter, path: Path) -> P3Net | Regressor:
+    if path.suffix not in DEFAULTS:
+        raise InputError(f"the file's name must end in {' or '.join(DEFAULTS)}", source=path)
+    network = counter.network
+    if not isinstance(network, P3Net | Regressor):
+        raise InputError(f"a {type(network).__name__} cannot be exported; export the trained model")
+    return network
+
+
+@contextmanager
+def _placed(path: Path) -> Iterator[Path]:
+    """A temporary name beside the path; what is written there moves to it if all goes well."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    suffixes = (".bin", ".xml") if path.suffix == ".xml" else (path.suffix,)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        for suffix in suffixes:
+            temporary.with_suffix(suffix).replace(path.with_suffix(suffix))
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror or error}", source=path) from None
+    finally:
+        for suffix in suffixes:
+            with contextlib.suppress(OSError):
+                temporary.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def parity(exported: Callable[[Tensor], Any], network: P3Net | Regressor) -> Parity:
+    """Compare an exported network with its origin: `SIZES_HW`, batches of 1 and 2, flat images."""
+    draw = torch.Generator().manual_seed(0)
+    graph = Graph(network).eval()
+    worst = dict.fromkeys(OUTPUTS, 0.0)
+    count = 0
+    for number, (height, width) in enumerate(SIZES_HW):
+        images = torch.rand(1 + number % 2, 3, height, width, generator=draw)
+        flat = torch.full_like(images[:1], number / (len(SIZES_HW) - 1))
+        for batch in (images, flat):
+            with torch.inference_mode():
+                expected = graph(batch)
+                got = exported(batch)
+            parts: tuple[Tensor, ...] = (got.density,)
+            if len(expected) > 1:
+                parts = (got.density, torch.stack(got.expectations, dim=1), got.variance)
+            for name, one, two in zip(OUTPUTS, parts, expected, strict=False):
+                worst[name] = max(worst[name], _apart(one, two))
+            count += len(batch)
+    return Parity(**worst, images=count)
+
+
+def _apart(got: Tensor, expected: Tensor) -> float:
+    if got.shape != expected.shape:
+        return float("inf")
+    apart = float((got - expected).double().abs().sum() / expected.double().abs().sum())
+    return apart if apart == apart else float("inf")  # noqa: PLR0124 (NaN)
+
+
+# --- ONNX --------------------------------------------------------------------------------------
+
+
+def _write_onnx(network: P3Net | Regressor, about: Mapping[str, Any], path: Path) -> None:
+    program = _onnx_program(network)
+    program.model.metadata_props[KEY] = json.dumps(about)
+    program.save(path, external_data=False)
+
+
+def _onnx_program(network: P3Net | Regressor) -> Any:
+    """The graph for any batch, height and width."""
+    try:
+        import onnx  # noqa: F401 (what torch's exporter needs)
+        from onnxscript import opset20 as op
+    except ImportError:
+        raise InputError("exporting needs more packages: pip install 'p3net[onnx]'") from None
+
+    def floordiv(self: Any, other: Any) -> Any:
+        """Python's //, for negative numbers too: ⌈h/8⌉ is written −(−h // 8)."""
+        return op.Div(op.Sub(self, op.Mod(self, other)), other)
+
+    def matmul(self: Any, other: Any) -> Any:
+        """A vector on the right becomes a column.
+
+        ONNX Runtime 1.31 fuses Transpose and MatMul by a vector into a wrong product.
+        """
+        if len(other.shape) > 1:
+            return op.MatMul(self, other)
+        axis: Any = op.Constant(value_ints=[-1])
+        return op.Squeeze(op.MatMul(self, op.Unsqueeze(other, axis)), axis)
+
+    names = OUTPUTS if isinstance(network, P3Net) else OUTPUTS[:1]
+    any_size = dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)
+    training = network.training
+    try:
+        with warnings.catch_warnings(), _quiet("torch.onnx"), torch.no_grad():
+            warnings.simplefilter("ignore")  # of torch about torch
+            captured = torch.export.export(
+                Graph(network).eval(),
+                (torch.zeros(2, 3, 75, 133),),
+                dynamic_shapes=(any_size,),
+                strict=False,
+            )
+            return torch.onnx.export(
+                captured,
+                dynamo=True,
+                input_names=["images"],
+                output_names=list(names),
+                opset_version=OPSET,
+                verbose=False,
+                custom_translation_table={
+                    operator.floordiv: floordiv,
+                    torch.ops.aten.matmul.default: matmul,
+                },
+            )
+    finally:
+        network.train(training)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Exporters log what packages they do without and what they leave as it is."""
+    import logging
+
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# --- OpenVINO ----------------------------------------------------------------------------------
+
+
+def _openvino_model(network: P3Net | Regressor) -> Any:
+    try:
+        import openvino  # type: ignore[import-untyped]  # no stubs
+    except ImportError:
+        raise InputError(
+            "OpenVINO files need more packages: pip install 'p3net[onnx,openvino]'"
+        ) from None
+    serialised = _onnx_program(network).model_proto.SerializeToString()
+    return openvino.Core().read_model(serialised)
+
+
+def _save_openvino(model: Any, about: Mapping[str, Any], path: Path) -> None:
+    import openvino
+
+    model.set_rt_info(json.dumps(about), [KEY])
+    openvino.save_model(model, path, compress_to_fp16=False)
+
+
+# --- 8-bit convolutions ------------------------------------------------------------------------
+
+
+def export_int8(counter: Counter, path: str | Path, images: Sequence[NDArray[np.uint8]]) -> float:
+    """Write `OUT.xml` with 8-bit convolutions, their ranges taken from images H×W×3 of the user.
+
+    Every other image sets the ranges, the rest measure: returns Σ|change| over Σ count of whole
+    images not used for the ranges. More than `INT8_TOLERANCE` is an error and leaves no file.
+    """
+    path = Path(path)
+    network = _exportable(counter, path)
+    if path.suffix != ".xml":
+        raise InputError("8-bit models are OpenVINO files: name it OUT.xml", source=path)
+    if len(images) < 4:
+        raise InputError(
+            f"8-bit convolutions need at least 4 images like those to be counted, got {len(images)}"
+        )
+    try:
+        import nncf  # type: ignore[import-not-found,import-untyped,unused-ignore]  # optional
+    except ImportError:
+        raise InputError("8-bit models need one more package: pip install 'p3net[int8]'") from None
+    model = _openvino_model(network)
+    ranges = [_centre(each) for each in images[::2]]
+    with warnings.catch_warnings(), _quiet("nncf"):
+        warnings.simplefilter("ignore")
+        quantised = nncf.quantize(
+            model,
+            nncf.Dataset(ranges),
+            subset_size=len(ranges),
+            preset=nncf.QuantizationPreset.MIXED,
+            ignored_scope=nncf.IgnoredScope(types=list(KEPT), validate=False),
+        )
+    with _placed(path) as temporary:
+        _save_openvino(quantised, {**record(counter), "precision": "int8"}, temporary)
+        small = Counter(Exported(temporary), counter.max_shorter_side)
+        pairs = [(counter.count(each).count, small.count(each).count) for each in images[1::2]]
+        change = sum(abs(a - b) for a, b in pairs) / max(sum(a for a, _ in pairs), 1.0)
+        if not change <= INT8_TOLERANCE:
+            raise InputError(
+                f"8-bit convolutions change the counts by {change:.1%} over {len(pairs)} images, "
+                f"more than {INT8_TOLERANCE:.0%}; the file was not kept. Give more images, or "
+                "export without --int8",
+                source=path,
+            )
+    return change
+
+
+KEPT = ("MatMul", "Multiply", "Add", "Subtract", "Divide", "MVN", "Interpolate")
+"""OpenVINO's operations that stay float32: all but convolutions, which take nearly all the time."""
+
+CALIBRATION_SIDE = 512
+"""Ranges are taken from the middle of an image, at most so many px a side."""
+
+
+def _centre(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """H×W×3 → its middle, 1×3×·×· in [0, 1]."""
+    height, width = pixels.shape[:2]
+    top, left = (max(0, side - CALIBRATION_SIDE) // 2 for side in (height, width))
+    middle = pixels[top : top + CALIBRATION_SIDE, left : left + CALIBRATION_SIDE]
+    return np.ascontiguousarray(middle.transpose(2, 0, 1)[None] / np.float32(255))
+
+
+# --- the hub -----------------------------------------------------------------------------------
+
+
+def save_pretrained(counter: Counter, folder: str | Path, *, licence: str | None = None) -> None:
+    """A folder as the Hugging Face hub has it: weights, `config.json` and a model card."""
+    folder = Path(folder)
+    about = {**counter.metadata, "preparation": record(counter)["preparation"]}
+    checkpoint.save(folder / hub.WEIGHTS, counter.network, about)
+    hub.describe(folder, checkpoint.read(folder / hub.WEIGHTS)[1], licence=licence)
+
+
+def push_to_hub(
+    counter: Counter, name: str, *, licence: str | None = None, private: bool = True
+) -> str:
+    """`save_pretrained` to `user/name` on the hub; gives the address."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(counter, folder, licence=licence)
+        return hub.upload(Path(folder), name, private=private)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from p3net import checkpoint, export
+from p3net.app.cli import cli
+from p3net.errors import InputError
+from p3net.export import Parity
+from p3net.network.p3net import Architecture, P3Net
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    network = P3Net(Architecture(backbone="small", layers=1, hidden=8))
+    checkpoint.save(
+        tmp_path / "run" / "model.safetensors",
+        network,
+        {"preparation": {"max_shorter_side": 32}},
+    )
+    return str(tmp_path / "run")
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(cli, ["export", *map(str, words)])
+
+
+@pytest.mark.parametrize("name", ["out.onnx", "out.xml"])
+def test_a_file_is_made_and_the_difference_told(model, tmp_path, monkeypatch, name):
+    asked = []
+
+    def made(counter, path):  # the real one takes long; tests/test_export.py runs it
+        asked.append((counter.max_shorter_side, path))
+        return Parity(density=1e-6, branches=3e-6, variance=2e-6, images=10)
+
+    monkeypatch.setattr(export, "export", made)
+    result = run(model, tmp_path / name)
+    assert result.exit_code == 0, result.output
+    assert asked == [(32, tmp_path / name)]
+    assert "10 images of several sizes differ by 3e-06 at most" in result.stdout.replace("\n", "")
+
+
+def test_int8_takes_images_as_they_are_counted(model, tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    for number in range(60):
+        pixels = np.full((64, 96, 3), number, np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:02}.png")
+    asked: list[Any] = []
+
+    def made(_counter, path, images):
+        asked.extend(images)
+        return 0.0042
+
+    monkeypatch.setattr(export, "export_int8", made)
+    result = run(model, tmp_path / "out.xml", "--int8", tmp_path / "photos")
+    assert result.exit_code == 0, result.output
+    assert "counts of 12 other images change by 0.42%" in result.stdout.replace("\n", "")
+    assert {each.shape for each in asked} == {(32, 48, 3)}  # shrunk to the model's side
+    assert [int(each[0, 0, 0]) for each in asked] == list(range(0, 48, 2))
+
+
+def test_a_folder_for_the_hub(model, tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        export, "push_to_hub", lambda _counter, name, **_how: pushed.append(name) or f"hub/{name}"
+    )
+    result = run(model, tmp_path / "out", "--licence", "mit", "--push", "ann/square")
+    assert result.exit_code == 0, result.output
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "config.json", "README.md"}
+    assert 'license: "mit"' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert pushed == ["ann/square"]
+    assert "hub/ann/square" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("out.tflite",), "expected OUT.onnx, OUT.xml or a folder"),
+        (("out", "--int8", "photos"), "OUT.xml with --int8"),
+        (("out.onnx", "--licence", "mit"), "go with a folder"),
+        (("out.xml", "--push", "a/b"), "go with a folder"),
+    ],
+)
+def test_words_that_do_not_fit(model, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    result = run(model, *words)
+    assert isinstance(result.exception, InputError)
+    assert message in str(result.exception)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    result = run(tmp_path / "nowhere.onnx", tmp_path / "out.onnx")
+    assert isinstance(result.exception, InputError)
+    assert "no such file" in str(result.exception)
