@@ -117,8 +117,9 @@ class Decoder(nn.Module):
         in bounded memory.
         """
         positions = features.flatten(2).transpose(1, 2)
-        whole = at_once is None or positions.shape[1] <= at_once
-        memory = positions if whole else positions.split(at_once, dim=1)
+        memory: Tensor | tuple[Tensor, ...] = positions
+        if at_once is not None and positions.shape[1] > at_once:
+            memory = torch.split(positions, at_once, dim=1)
         for layer in self.layers:
             tokens, _ = layer(tokens, memory)
         return tokens
