@@ -20,6 +20,9 @@ class Term(BaseModel):
     )
 
     from_epoch: int = Field(default=0, ge=0, description="first pass over the images it counts in")
+    shape: Literal["linear", "sigmoid"] = Field(
+        default="linear", description="of the ramp; sigmoid: exp(−5(1−t)²), Mean Teacher's"
+    )
 
     def at(self, step: int, epoch: int) -> float:
         """The weight in a step.
@@ -30,7 +33,8 @@ class Term(BaseModel):
         """
         if step < self.start or epoch < self.from_epoch:
             return 0.0
-        return self.weight * min(1.0, (step - self.start + 1) / max(self.ramp, 1))
+        done = min(1.0, (step - self.start + 1) / max(self.ramp, 1))
+        return self.weight * (done if self.shape == "linear" else math.exp(-5 * (1 - done) ** 2))
 
 
 class Recipe(BaseModel):

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from p3net.app import data, demo, evaluate, train
+from p3net.app import (
+    calibrate,
+    count,
+    data,
+    demo,
+    evaluate,
+    experiment,
+    export,
+    paper_figures,
+    serve,
+    train,
+)
 from p3net.errors import InputError
 
 cli = typer.Typer(
@@ -19,9 +30,15 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli.add_typer(data.app, name="data")
+cli.add_typer(paper_figures.app, name="figure")
 cli.command()(demo.demo)
 cli.command()(train.train)
 cli.command()(evaluate.evaluate)
+cli.command()(calibrate.calibrate)
+cli.command()(count.count)
+cli.command()(export.export)
+cli.command()(serve.serve)
+cli.command()(experiment.experiment)
 
 
 @cli.command()

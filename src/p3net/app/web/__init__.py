@@ -1,0 +1,1 @@
+"""The page of `p3net serve`: count, mark points, train."""
