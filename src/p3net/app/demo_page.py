@@ -124,11 +124,11 @@ else;</li>
 <li><b>{escape(ours["title"])}</b>: besides them, the {ours["unlabelled_images"]:,} scenes without
 labels. The network has two branches that divide densities at different borders, and on unlabelled
 scenes their expectations must agree (ECR): each branch, shown the scene in other light, is drawn to
-what the other branch says of the plain one;</li>
+what the other branch's averaged weights say of the plain one;</li>
 <li><b>{escape(everything["title"])}</b>: all {everything["labelled_images"]:,} scenes with
 {everything["labelled_points"]:,} marked heads, the best that labels can buy.</li>
 </ul>
-<p>All three then counted {ours["images"]:,} other scenes.</p>"""
+<p>All labelled scenes were shown in changing light too. All three then counted {ours["images"]:,} other scenes.</p>"""
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
