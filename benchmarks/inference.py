@@ -4,21 +4,20 @@
         [--weights FILE | --model MODEL] [--images DATA] [--only default openvino]
 
 Plain is one image at a time through the same network with `nn.Conv2d` in contiguous format; its
-time is 1. Every way runs in a process of its own in turn with plain, and the best times are
-compared. Memory is the peak of another process that runs this way alone, less what it held after
-its imports. The difference in count is relative, over all images. The last column is the
-network's multiply-adds, counted for direct convolution, over the time, as a share of the rate at
-which `torch.mm` multiplies large matrices in the same process; Winograd does fewer, so it may
+time is 1. Every way has a process of its own. First it runs alone: the peak is the most the
+process held, less what it held after its imports. Then it runs in turn with plain, and the best
+times are compared. The difference in count is relative, over the images timed. The last column is
+the network's multiply-adds, counted for direct convolution, over the time, as a share of the rate
+at which `torch.mm` multiplies large matrices in the same process; Winograd does fewer, so it may
 pass 100 %.
 
-Without weights the network is random: times hold, differences in count say little, above all for
-int8. Images are a dataset or a folder; rendered scenes if none are given.
+Without weights the network is random: times hold, differences in count say little. Images
+are a dataset or a folder; rendered scenes if none are given.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import resource
 import subprocess
@@ -27,17 +26,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from p3net import checkpoint, export
 from p3net.counting import Counter
 from p3net.data.catalogue import open_dataset
-from p3net.data.transforms import prepare, to_float
+from p3net.data.transforms import to_float
 from p3net.errors import InputError
 from p3net.network.backbone import load_backbone
 from p3net.network.cost import cost
@@ -47,8 +47,6 @@ from p3net.runtimes import Exported
 
 Way = Callable[[Tensor], Tensor]
 """Images to densities."""
-
-FITTED = 16  # images for the ranges of int8, and for its check
 
 
 def build(args: argparse.Namespace) -> P3Net:
@@ -64,9 +62,12 @@ def build(args: argparse.Namespace) -> P3Net:
     return network
 
 
-def plain_network(network: P3Net) -> P3Net:
-    """A copy with torch's own convolutions."""
-    plain = copy.deepcopy(network)
+# --- ways --------------------------------------------------------------------------------------
+
+
+def plain_network(args: argparse.Namespace) -> P3Net:
+    """The network with torch's own convolutions."""
+    plain = build(args)
     for parent in list(plain.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, Conv3x3):
@@ -76,48 +77,84 @@ def plain_network(network: P3Net) -> P3Net:
     return plain.eval()
 
 
-# --- ways --------------------------------------------------------------------------------------
-
-
-def plainly(network: P3Net, _folder: Path) -> Way:
-    plain = plain_network(network)
+def plainly(args: argparse.Namespace) -> Way:
+    plain = plain_network(args)
     return lambda images: plain(images).density
 
 
-def by_default(network: P3Net, _folder: Path) -> Way:
+def by_default(args: argparse.Namespace) -> Way:
+    network = build(args)
     return lambda images: network(images).density
 
 
-def channels_last(network: P3Net, _folder: Path) -> Way:
-    plain = plain_network(network).to(memory_format=torch.channels_last)
+def channels_last(args: argparse.Namespace) -> Way:
+    plain = plain_network(args).to(memory_format=torch.channels_last)
     return lambda images: plain(images.to(memory_format=torch.channels_last)).density
 
 
-def compiled(network: P3Net, _folder: Path) -> Way:
-    made = torch.compile(plain_network(network))
+def compiled(args: argparse.Namespace) -> Way:
+    made = torch.compile(plain_network(args))
     return lambda images: made(images).density
 
 
-def exported(name: str, runtime: str) -> Callable[[P3Net, Path], Way]:
-    def way(_network: P3Net, folder: Path) -> Way:
-        network = Exported(folder / name, runtime)
+def exported(name: str, runtime: str) -> Callable[[argparse.Namespace], Way]:
+    def way(args: argparse.Namespace) -> Way:
+        network = Exported(args.folder / name, runtime)
         return lambda images: network(images).density
 
     return way
 
 
-WAYS: dict[str, Callable[[P3Net, Path], Way]] = {
+WAYS: dict[str, Callable[[argparse.Namespace], Way]] = {
     "plain": plainly,
     "default": by_default,
     "channels-last": channels_last,
     "torch.compile": compiled,
     "onnxruntime": exported("model.onnx", "onnxruntime"),
-    "openvino": exported("model.xml", "openvino"),
-    "int8": exported("int8.xml", "openvino"),
+    "openvino": exported("model.onnx", "openvino"),
 }
 
 
 # --- what the processes do ---------------------------------------------------------------------
+
+
+def make_onnx(args: argparse.Namespace) -> dict[str, float]:
+    return {"parity": export.export(Counter(build(args)), args.folder / "model.onnx").worst}
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    (size,) = args.sizes
+    images = squares(args, size)
+    before = resident_mb("VmRSS")
+    way = WAYS[args.way](args)
+    for _ in range(2):  # the first run compiles, packs weights and fills caches
+        way(images[0])
+    peak = resident_mb("VmHWM") - before
+    runs = [way]
+    if args.way != "plain":
+        runs.insert(0, plainly(args))
+        runs[0](images[0])
+    best, apart, total = [float("inf")] * len(runs), 0.0, 0.0
+    end = time.perf_counter() + args.seconds
+    for done, image in enumerate(cycle(images)):
+        if done >= args.repeats or (done >= 2 and time.perf_counter() > end):
+            break
+        counts = []
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            density = run(image)
+            best[i] = min(best[i], time.perf_counter() - start)
+            counts.append(float(density.double().sum()))
+        apart, total = apart + abs(counts[-1] - counts[0]), total + counts[0]
+    architecture = build(args).architecture
+    flops = 2 * cost(lambda: P3Net(architecture), (size, size)).multiply_adds
+    return {
+        "seconds": best[-1],
+        "ratio": best[0] / best[-1],
+        "peak_mb": peak,
+        "difference": apart / total,
+        "share": flops / best[-1] / matrix_rate(),
+    }
 
 
 def squares(args: argparse.Namespace, size: int) -> list[Tensor]:
@@ -133,32 +170,6 @@ def squares(args: argparse.Namespace, size: int) -> list[Tensor]:
     return found
 
 
-def make_files(args: argparse.Namespace, folder: Path) -> None:
-    """The exported files that the chosen ways need; a way that cannot be is said and left out."""
-    export.INT8_TOLERANCE = float("inf")  # kept in any case: the table says how far it is
-    counter = Counter(build(args))
-    makers: dict[str, Callable[[], object]] = {
-        "onnxruntime": lambda: export.export(counter, folder / "model.onnx"),
-        "openvino": lambda: export.export(counter, folder / "model.xml"),
-        "int8": lambda: export.export_int8(counter, folder / "int8.xml", fitting(args)),
-    }
-    for name in args.only:
-        if name in makers:
-            try:
-                makers[name]()
-            except InputError as error:
-                print(f"{name}: {error}", file=sys.stderr)
-
-
-def fitting(args: argparse.Namespace) -> list[NDArray[np.uint8]]:
-    samples = open_dataset(args.images).samples[args.count :][:FITTED]  # others than the timed
-    images = []
-    for sample in samples:
-        with sample.open() as image:
-            images.append(prepare(image)[0])
-    return images
-
-
 def resident_mb(field: str) -> float:
     """VmHWM, the most this process ever held, or VmRSS, what it holds."""
     try:
@@ -170,64 +181,57 @@ def resident_mb(field: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def measure_memory(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    image = squares(args, args.sizes[0])[0]
-    before = resident_mb("VmRSS")
-    light = args.way in ("onnxruntime", "openvino", "int8")  # they hold their own weights
-    way = WAYS[args.way](P3Net.__new__(P3Net) if light else build(args), folder)
-    for _ in range(2):
-        way(image)
-    return {"peak_mb": resident_mb("VmHWM") - before}
-
-
-def measure_time(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    size = args.sizes[0]
-    images = squares(args, size)
-    network = build(args)
-    base, way = plainly(network, folder), WAYS[args.way](network, folder)
-    counts = [[float(run(image).double().sum()) for image in images] for run in (base, way)]
-    best = [float("inf"), float("inf")]
-    for repeat in range(args.repeats):
-        for i, run in enumerate((base, way)):
-            best[i] = min(best[i], seconds(run, images[repeat % len(images)]))
-    flops = 2 * cost(lambda: P3Net(network.architecture), (size, size)).multiply_adds
-    return {
-        "seconds": best[1],
-        "ratio": best[0] / best[1],
-        "difference": sum(abs(a - b) for a, b in zip(*counts, strict=True)) / sum(counts[0]),
-        "share": flops / best[1] / matrix_rate(),
-    }
-
-
-def seconds(run: Way, image: Tensor) -> float:
-    start = time.perf_counter()
-    run(image)
-    return time.perf_counter() - start
-
-
 def matrix_rate(side: int = 2048) -> float:
     """Multiplications and additions a second of `torch.mm`, the best of five."""
     a, b = torch.rand(side, side), torch.rand(side, side)
-    return 2 * side**3 / min(seconds(lambda x: x @ b, a) for _ in range(5))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best
+
+
+TASKS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "onnx": make_onnx,
+    "measure": measure,
+}
+
+
+def work(args: argparse.Namespace) -> None:
+    """A task in this process; its figures, or why there are none, as JSON."""
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    try:
+        with torch.inference_mode(args.task == "measure"):
+            print(json.dumps(TASKS[args.task](args)))
+    except InputError as error:
+        print(json.dumps({"error": str(error)}))
 
 
 # --- the table ---------------------------------------------------------------------------------
 
 
-def child(
-    task: str, way: str, size: int, args: argparse.Namespace, folder: Path
-) -> dict[str, float]:
-    words = [sys.executable, __file__, "--task", task, "--way", way, "--folder", str(folder)]
-    words += ["--sizes", str(size), "--backbone", args.backbone, "--images", args.images]
-    words += ["--threads", str(args.threads), "--repeats", str(args.repeats)]
-    words += ["--count", str(args.count), "--only", *args.only]
-    for option in ("weights", "model"):
-        words += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode or task == "files":
-        sys.stderr.write(done.stderr if task == "files" else done.stderr[-400:])
-    figures: dict[str, float] = json.loads(done.stdout or "{}")
+def child(task: str, way: str, size: int, folder: Path) -> dict[str, Any]:
+    """This command again for one task; of an option given twice the last one counts."""
+    words = [*sys.argv, "--task", task, "--way", way, "--folder", str(folder), "--sizes", str(size)]
+    done = subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True)
+    try:
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        return {"error": last[0]}
     return figures
+
+
+def row(way: str, size: int, folder: Path, failed: dict[str, Any]) -> str:
+    found = failed if "error" in failed else child("measure", way, size, folder)
+    if "error" in found:
+        return f"{way:16s}   {found['error']}"
+    return (
+        f"{way:16s}{found['ratio']:12.2f}×{found['seconds'] * 1e3:10.0f} ms"
+        f"{found['peak_mb']:10.0f} MB{found['difference']:13.1e}{found['share']:13.0%}"
+    )
 
 
 def main() -> None:
@@ -239,39 +243,28 @@ def main() -> None:
     parser.add_argument("--images", default="synthetic:0", help="a dataset or a folder")
     parser.add_argument("--count", type=int, default=3, help="how many images")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9, help="of the timing, at most")
+    parser.add_argument("--seconds", type=float, default=12, help="after which it is not repeated")
     parser.add_argument("--only", nargs="+", choices=tuple(WAYS), default=list(WAYS))
-    parser.add_argument("--task", choices=("files", "memory", "time"), help=argparse.SUPPRESS)
+    parser.add_argument("--task", choices=tuple(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.task:
-        torch.set_num_threads(args.threads)
-        warnings.simplefilter("ignore")
-        with torch.inference_mode(args.task != "files"):
-            task = {"files": make_files, "memory": measure_memory, "time": measure_time}[args.task]
-            print(json.dumps(task(args, args.folder)))
+        work(args)
         return
     what = args.model or f"{args.backbone}, {args.weights or 'random weights'}"
-    print(f"{what}; {args.images}; {args.threads} threads, best of {args.repeats}")
+    print(f"{what}; {args.images}; {args.threads} threads")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if {"onnxruntime", "openvino", "int8"} & set(args.only):
-            child("files", "plain", args.sizes[0], args, folder)
+        files: dict[str, dict[str, Any]] = {}
+        if {"onnxruntime", "openvino"} & set(args.only):
+            files["onnxruntime"] = files["openvino"] = child("onnx", "", 0, folder)
         for size in args.sizes:
             heads = ("ratio", "time", "peak", "count off", "of torch.mm")
-            print(f"{size}²".ljust(16) + "".join(f"{head:>13s}" for head in heads))
+            print(f"{size}²".ljust(16) + "".join(f"{head:>13s}" for head in heads), flush=True)
             for way in args.only:
-                time_of = child("time", way, size, args, folder)
-                if not time_of:
-                    print(f"{way:16s}   could not run, see above", flush=True)
-                    continue
-                peak = child("memory", way, size, args, folder).get("peak_mb", float("nan"))
-                print(
-                    f"{way:16s}{time_of['ratio']:12.2f}×{time_of['seconds'] * 1e3:10.0f} ms"
-                    f"{peak:10.0f} MB{time_of['difference']:13.1e}{time_of['share']:13.0%}",
-                    flush=True,
-                )
+                print(row(way, size, folder, files.get(way, {})), flush=True)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def load(path: str | Path, *, runtime: str | None = None) -> Counter:
     """A model ready to count: a run's folder, a weights file, an exported one, a name on the hub.
 
     Weights are `.safetensors` of this package or `.pth` of the authors' code. Exported files,
-    `.onnx` and `.xml`, are run by `runtime`: onnxruntime or openvino. What exists as a path wins
-    over `user/name` on the hub.
+    `.onnx` and `.xml`, are run by `runtime`: onnxruntime or openvino; weights by torch. What
+    exists as a path wins over `user/name` on the hub.
     """
     if not Path(path).exists() and hub.is_name(str(path)):
         path = hub.fetch(str(path))
@@ -132,7 +132,7 @@ def load(path: str | Path, *, runtime: str | None = None) -> Counter:
         exported = Exported(path, runtime)
         side = exported.record.get("preparation", {}).get("max_shorter_side", 2048)
         return Counter(exported.eval(), max_shorter_side=side, metadata=exported.record)
-    if runtime is not None:
+    if runtime not in (None, "torch"):
         raise InputError(f"{runtime} runs exported files; first: p3net export MODEL OUT.onnx")
     if path.is_dir():
         found = next((path / name for name in NAMES if (path / name).is_file()), None)

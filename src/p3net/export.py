@@ -14,15 +14,13 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from p3net import checkpoint, hub
@@ -36,14 +34,14 @@ from p3net.uncertainty import cell_variance
 OPSET = 20
 """Version of ONNX's operators."""
 
-SIZES_HW = ((64, 64), (75, 133), (33, 17), (160, 104))
-"""Images that the parity check runs, height and width in pixels; odd ones too."""
+SIZES_HW = ((64, 64), (75, 133), (31, 16), (160, 104))
+"""Images that the parity check runs in this order, height and width in pixels.
+
+Odd ones too, and one that is a single position wide before a larger one.
+"""
 
 TOLERANCE = 1e-3
 """Largest difference of an exported network: Σ|got − expected| over Σ|expected|."""
-
-INT8_TOLERANCE = 1e-2
-"""Largest change of the counts by 8-bit convolutions: Σ|got − expected| over Σ expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,7 @@ class Graph(nn.Module):
         network = self.network
         if isinstance(network, Regressor):
             return (network(images).density,)
-        features = network.features(images)
-        tokens = network.queries(images.shape[0])  # its own `len` would fix the batch in the graph
-        refined = [
-            decoder(each, features) for decoder, each in zip(network.decoders, tokens, strict=True)
-        ]
-        cells = network.resample(features, network.cells_hw(images))
-        output = network.read_out((refined[0], refined[1]), cells)
+        output = network(images)
         flat = output._replace(probabilities=tuple(p.flatten(2) for p in output.probabilities))
         variance = cell_variance(network, flat).view(output.density.shape)
         return output.density, torch.stack(output.expectations, dim=1), variance
@@ -279,68 +271,6 @@ def _save_openvino(model: Any, about: Mapping[str, Any], path: Path) -> None:
 
     model.set_rt_info(json.dumps(about), [KEY])
     openvino.save_model(model, path, compress_to_fp16=False)
-
-
-# --- 8-bit convolutions ------------------------------------------------------------------------
-
-
-def export_int8(counter: Counter, path: str | Path, images: Sequence[NDArray[np.uint8]]) -> float:
-    """Write `OUT.xml` with 8-bit convolutions, their ranges taken from images H×W×3 of the user.
-
-    Every other image sets the ranges, the rest measure: returns Σ|change| over Σ count of whole
-    images not used for the ranges. More than `INT8_TOLERANCE` is an error and leaves no file.
-    """
-    path = Path(path)
-    network = _exportable(counter, path)
-    if path.suffix != ".xml":
-        raise InputError("8-bit models are OpenVINO files: name it OUT.xml", source=path)
-    if len(images) < 4:
-        raise InputError(
-            f"8-bit convolutions need at least 4 images like those to be counted, got {len(images)}"
-        )
-    try:
-        import nncf  # type: ignore[import-not-found,import-untyped,unused-ignore]  # optional
-    except ImportError:
-        raise InputError("8-bit models need one more package: pip install 'p3net[int8]'") from None
-    model = _openvino_model(network)
-    ranges = [_centre(each) for each in images[::2]]
-    with warnings.catch_warnings(), _quiet("nncf"):
-        warnings.simplefilter("ignore")
-        quantised = nncf.quantize(
-            model,
-            nncf.Dataset(ranges),
-            subset_size=len(ranges),
-            preset=nncf.QuantizationPreset.MIXED,
-            ignored_scope=nncf.IgnoredScope(types=list(KEPT), validate=False),
-        )
-    with _placed(path) as temporary:
-        _save_openvino(quantised, {**record(counter), "precision": "int8"}, temporary)
-        small = Counter(Exported(temporary), counter.max_shorter_side)
-        pairs = [(counter.count(each).count, small.count(each).count) for each in images[1::2]]
-        change = sum(abs(a - b) for a, b in pairs) / max(sum(a for a, _ in pairs), 1.0)
-        if not change <= INT8_TOLERANCE:
-            raise InputError(
-                f"8-bit convolutions change the counts by {change:.1%} over {len(pairs)} images, "
-                f"more than {INT8_TOLERANCE:.0%}; the file was not kept. Give more images, or "
-                "export without --int8",
-                source=path,
-            )
-    return change
-
-
-KEPT = ("MatMul", "Multiply", "Add", "Subtract", "Divide", "MVN", "Interpolate")
-"""OpenVINO's operations that stay float32: all but convolutions, which take nearly all the time."""
-
-CALIBRATION_SIDE = 512
-"""Ranges are taken from the middle of an image, at most so many px a side."""
-
-
-def _centre(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """H×W×3 → its middle, 1×3×·×· in [0, 1]."""
-    height, width = pixels.shape[:2]
-    top, left = (max(0, side - CALIBRATION_SIDE) // 2 for side in (height, width))
-    middle = pixels[top : top + CALIBRATION_SIDE, left : left + CALIBRATION_SIDE]
-    return np.ascontiguousarray(middle.transpose(2, 0, 1)[None] / np.float32(255))
 
 
 # --- the hub -----------------------------------------------------------------------------------

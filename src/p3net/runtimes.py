@@ -126,6 +126,8 @@ def _openvino(path: Path) -> tuple[Run, Mapping[str, Any]]:
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "INFERENCE_PRECISION_HINT": "f32",  # else bfloat16 where the processor has it: inexact
         "PERFORMANCE_HINT": "LATENCY",
+        # OpenVINO 2026.4 reuses kernels made for a map one position wide where they do not fit
+        "CPU_RUNTIME_CACHE_CAPACITY": 0,
     }
     compiled = core.compile_model(model, "CPU", settings)
 

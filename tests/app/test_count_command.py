@@ -15,8 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import TensorProto, helper
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -94,6 +96,36 @@ def test_counts_are_those_of_the_model(model, tmp_path):
     assert "0 failed" in result.stderr
     total = sum(want.count for want in expected)
     assert f"{total:,.1f} counted" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("runtime", "other"), [("onnxruntime", "openvino"), ("openvino", "onnxruntime")]
+)
+def test_what_runs_an_exported_model(tmp_path, monkeypatch, runtime, other):
+    tensor = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("ReduceMean", ["images", "colours"], ["density"], keepdims=0)],
+        "brightness",
+        [tensor("images", TensorProto.FLOAT, ["n", 3, "h", "w"])],
+        [tensor("density", TensorProto.FLOAT, ["n", "h", "w"])],
+        [helper.make_tensor("colours", TensorProto.INT64, [1], [1])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    helper.set_model_props(made, {"p3net": "{}"})
+    onnx.save(made, tmp_path / "m.onnx")
+    path = picture(tmp_path / "a.png")
+    brightness = np.asarray(Image.open(path)).sum() / 3 / 255
+    monkeypatch.setitem(sys.modules, other, None)  # so that it cannot have been the other one
+    result = run(tmp_path / "m.onnx", path, "--json", "--runtime", runtime)
+    assert result.exit_code == 0, result.output
+    assert objects(result)[0]["count"] == pytest.approx(brightness, rel=1e-4)
+    assert "torch does not run .onnx" in error(tmp_path / "m.onnx", path, "--runtime", "torch")
+
+
+def test_torch_runs_weights(model, tmp_path):
+    path = picture(tmp_path / "a.png")
+    assert run(model, path, "--runtime", "torch").stdout == run(model, path).stdout
+    assert "openvino runs exported files" in error(model, path, "--runtime", "openvino")
 
 
 def test_lines_for_people(model, tmp_path):

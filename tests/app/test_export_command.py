@@ -3,10 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 from p3net import checkpoint, export
@@ -47,25 +45,6 @@ def test_a_file_is_made_and_the_difference_told(model, tmp_path, monkeypatch, na
     assert "10 images of several sizes differ by 3e-06 at most" in result.stdout.replace("\n", "")
 
 
-def test_int8_takes_images_as_they_are_counted(model, tmp_path, monkeypatch):
-    (tmp_path / "photos").mkdir()
-    for number in range(60):
-        pixels = np.full((64, 96, 3), number, np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:02}.png")
-    asked: list[Any] = []
-
-    def made(_counter, path, images):
-        asked.extend(images)
-        return 0.0042
-
-    monkeypatch.setattr(export, "export_int8", made)
-    result = run(model, tmp_path / "out.xml", "--int8", tmp_path / "photos")
-    assert result.exit_code == 0, result.output
-    assert "counts of 12 other images change by 0.42%" in result.stdout.replace("\n", "")
-    assert {each.shape for each in asked} == {(32, 48, 3)}  # shrunk to the model's side
-    assert [int(each[0, 0, 0]) for each in asked] == list(range(0, 48, 2))
-
-
 def test_a_folder_for_the_hub(model, tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(
@@ -84,7 +63,6 @@ def test_a_folder_for_the_hub(model, tmp_path, monkeypatch):
     ("words", "message"),
     [
         (("out.tflite",), "expected OUT.onnx, OUT.xml or a folder"),
-        (("out", "--int8", "photos"), "OUT.xml with --int8"),
         (("out.onnx", "--licence", "mit"), "go with a folder"),
         (("out.xml", "--push", "a/b"), "go with a folder"),
     ],

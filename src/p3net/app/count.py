@@ -100,6 +100,13 @@ def count(
     reconnect: Annotated[
         int, typer.Option(min=0, help="How often in a row to look for a lost stream.")
     ] = 10,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What runs the model: torch; of exported files onnxruntime or openvino.",
+        ),
+    ] = None,
 ) -> None:
     """Count images, videos and streams; each count comes with an interval.
 
@@ -130,7 +137,7 @@ def count(
     _check_outputs(csv, overlay, chart, annotated, planned)
     layout = _layout(points, points_to)
     areas = None if regions is None else read_regions(regions)
-    counter = load(model)
+    counter = load(model, runtime=runtime)
 
     def count_one(image: Countable) -> Prediction:
         return counter.count(image, level=level, regions=areas, tile=tile, full_size=full_size)

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from p3net.counting import Counter
-
-INT8_IMAGES = 24
-"""As many images at most set and check the ranges of 8-bit convolutions."""
 
 
 def export(
@@ -29,14 +20,6 @@ def export(
         ),
     ],
     *,
-    int8: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA",
-            help="8-bit convolutions (OUT.xml only), fitted to images like those to be counted; "
-            "points are not needed.",
-        ),
-    ] = None,
     licence: Annotated[
         str | None, typer.Option(metavar="NAME", help="For the model card of a folder.")
     ] = None,
@@ -50,8 +33,7 @@ def export(
     p3net export runs/square square.onnx          then: p3net count square.onnx photos/
 
     The file takes images of any number and size, RGB in [0, 1], and gives the density and its
-    variance. OUT.xml with --int8 is the fastest on CPUs; it is kept only if counts of images it
-    was not fitted to change by less than 1 %.
+    variance.
     """
     from p3net import export as exporting
     from p3net.app.console import console, stderr
@@ -60,11 +42,8 @@ def export(
     from p3net.runtimes import DEFAULTS
 
     to_folder = out.suffix not in DEFAULTS
-    if to_folder and (out.suffix or int8 is not None):
-        raise InputError(
-            "expected OUT.onnx, OUT.xml or a folder" + (" (OUT.xml with --int8)" * bool(int8)),
-            source=out,
-        )
+    if to_folder and out.suffix:
+        raise InputError("expected OUT.onnx, OUT.xml or a folder", source=out)
     if not to_folder and (licence or push):
         raise InputError("--licence and --push go with a folder, not with a file", source=out)
     counter = load(model)
@@ -76,25 +55,6 @@ def export(
             console.print(f"pushed to {address}, private", markup=False)
         return
     stderr.print("exporting; this takes a minute", style="dim")
-    if int8 is not None:
-        images = _images(int8, counter)
-        change = exporting.export_int8(counter, out, images)
-        measured = f"counts of {len(images) // 2} other images change by {change:.2%}"
-    else:
-        found = exporting.export(counter, out)
-        measured = f"{found.images} images of several sizes differ by {found.worst:.0e} at most"
+    found = exporting.export(counter, out)
+    measured = f"{found.images} images of several sizes differ by {found.worst:.0e} at most"
     console.print(f"{out}: {measured}", markup=False, soft_wrap=True)
-
-
-def _images(spec: str, counter: Counter) -> list[NDArray[np.uint8]]:
-    """Images of a dataset or a folder as they are counted, spread evenly over it."""
-    from p3net.data.catalogue import open_dataset
-    from p3net.data.transforms import prepare
-
-    samples = open_dataset(spec).samples
-    step = max(1, len(samples) // INT8_IMAGES)
-    images = []
-    for sample in samples[::step][:INT8_IMAGES]:
-        with sample.open() as image:
-            images.append(prepare(image, max_shorter_side=counter.max_shorter_side)[0])
-    return images

@@ -158,7 +158,7 @@ class P3Net(nn.Module):
 
     def refine(self, features: Tensor, *, at_once: int | None = None) -> tuple[Tensor, Tensor]:
         """B×d×h'×w' → the refined tokens of both branches, B×C×d each."""
-        one, two = self.queries(len(features))
+        one, two = self.queries(features.shape[0])  # `len` would fix the batch of an export
         first: Tensor = self.decoders[0](one, features, at_once=at_once)
         second: Tensor = self.decoders[1](two, features, at_once=at_once)
         return first, second
