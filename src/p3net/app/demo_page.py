@@ -128,7 +128,8 @@ what the other branch's averaged weights say of the plain one;</li>
 <li><b>{escape(everything["title"])}</b>: all {everything["labelled_images"]:,} scenes with
 {everything["labelled_points"]:,} marked heads, the best that labels can buy.</li>
 </ul>
-<p>All labelled scenes were shown in changing light too. All three then counted {ours["images"]:,} other scenes.</p>"""
+<p>All labelled scenes were shown in changing light too. All three then counted
+{ours["images"]:,} other scenes.</p>"""
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
