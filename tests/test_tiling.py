@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from p3net import tiling
 from p3net.errors import InputError
-from p3net.network.backbone import BACKBONES, Backbone
+from p3net.network.backbone import BACKBONES, Backbone, Lite0
 from p3net.network.decoder import Attention
 from p3net.network.p3net import Architecture, Output, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
@@ -19,12 +19,11 @@ from p3net.network.regressor import Regressor, RegressorArchitecture
 
 @torch.no_grad()
 def lively(backbone: Backbone) -> Backbone:
-    """Batch statistics of some images, without which a fresh Lite0 forgets its input."""
-    norms = [module for module in backbone.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
-        norm.train().momentum = None
-    if norms:
-        backbone(torch.rand(2, 3, 64, 64, dtype=backbone.mean.dtype))
+    """Weights that keep the variance, without which a fresh Lite0 forgets its input."""
+    if isinstance(backbone, Lite0):
+        for module in backbone.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
     return backbone.eval()
 
 

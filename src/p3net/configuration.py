@@ -185,6 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "schedule": "cosine",
             "warmup": 100,
             "clip": 1.0,
+            "channels_last": True,
             "average": 0.998,
             "terms": {"ecr": {"weight": 10.0, "start": 100, "ramp": 100}},
             "choose": "last",

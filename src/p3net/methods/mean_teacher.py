@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from p3net.averaging import even
 from p3net.data.loading import Step
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Supervised
@@ -41,7 +42,7 @@ class MeanTeacher(Supervised):
         super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
         self.strong = strong
         self.hidden = hidden
-        self.teacher = Teacher(network, decay)
+        self.teacher = Teacher(network, decay, warmup=even)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
         """The labelled loss under its name, and "mt"."""

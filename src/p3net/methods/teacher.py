@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from p3net.averaging import averaged, follow
+from p3net.averaging import Warmup, averaged, follow, forgetful
 from p3net.network.p3net import Output
 
 
@@ -17,10 +17,11 @@ class Teacher(nn.Module):
     It is saved with the method's own state, apart from the weights that counting needs.
     """
 
-    def __init__(self, student: nn.Module, decay: float) -> None:
+    def __init__(self, student: nn.Module, decay: float, warmup: Warmup = forgetful) -> None:
         super().__init__()
         self.network = averaged(student).eval()
         self.decay = decay
+        self.warmup = warmup
 
     def train(self, mode: bool = True) -> Teacher:  # noqa: FBT001, FBT002, ARG002 (torch's own signature)
         """Stays in eval mode: a teacher drops nothing out."""
@@ -33,4 +34,4 @@ class Teacher(nn.Module):
 
     def follow(self, student: nn.Module, step: int) -> None:
         """Move towards the student after step `step` (from 0)."""
-        follow(self.network, student, self.decay, step)
+        follow(self.network, student, self.decay, step, self.warmup)

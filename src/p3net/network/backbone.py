@@ -240,7 +240,7 @@ class Lite0(Backbone):
 
     def _descend(self, normalised: Tensor) -> Tensor:
         """B×3×H×W → B×40×H/8×W/8."""
-        x = F.relu6(self._bn0(self._conv_stem(normalised)))
+        x = F.relu6(_normed(self._conv_stem, self._bn0, normalised))
         for block in self._blocks[: min(self.taps) + 1]:
             x = block(x)
         return x
@@ -281,13 +281,27 @@ class _SameConv(nn.Conv2d):
         self.pads = (total // 2, total - total // 2) * 2
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.pads[0] == self.pads[1]:
-            return F.conv2d(x, self.weight, None, self.stride, self.pads[0], 1, self.groups)
-        return super().forward(F.pad(x, self.pads))
+        return self.run(x, self.weight)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same with other weights."""
+        even = self.pads[0] == self.pads[1]
+        if not even:
+            x = F.pad(x, self.pads)
+        padding = self.pads[0] if even else 0
+        return F.conv2d(x, weight, bias, self.stride, padding, 1, self.groups)
 
 
 def _frozen_norm(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3)
+
+
+def _normed(convolution: _SameConv, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """A convolution and its frozen normalisation as one convolution: one pass over the map."""
+    assert norm.running_var is not None and norm.running_mean is not None  # noqa: S101, PT018
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    bias = norm.bias - norm.running_mean * scale
+    return convolution.run(x, convolution.weight * scale.view(-1, 1, 1, 1), bias)
 
 
 class _InvertedBottleneck(nn.Module):
@@ -298,18 +312,18 @@ class _InvertedBottleneck(nn.Module):
         hidden = inputs * expansion
         self.adds = stride == 1 and inputs == outputs
         if expansion != 1:
-            self._expand_conv = nn.Conv2d(inputs, hidden, 1, bias=False)
+            self._expand_conv = _SameConv(inputs, hidden, 1, 1)
             self._bn0 = _frozen_norm(hidden)
         self.expands = expansion != 1
         self._depthwise_conv = _SameConv(hidden, hidden, kernel, stride, groups=hidden)
         self._bn1 = _frozen_norm(hidden)
-        self._project_conv = nn.Conv2d(hidden, outputs, 1, bias=False)
+        self._project_conv = _SameConv(hidden, outputs, 1, 1)
         self._bn2 = _frozen_norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
-        y = F.relu6(self._bn1(self._depthwise_conv(y)))
-        y = self._bn2(self._project_conv(y))
+        y = F.relu6(_normed(self._expand_conv, self._bn0, x)) if self.expands else x
+        y = F.relu6(_normed(self._depthwise_conv, self._bn1, y))
+        y = _normed(self._project_conv, self._bn2, y)
         return torch.add(x, y) if self.adds else y
 
 
