@@ -124,6 +124,19 @@ def test_large_images_are_shrunk_and_cells_are_stated_in_their_pixels(counter, t
     assert small.count(path).count == small.count(path.read_bytes()).count
 
 
+def test_smaller_images_are_enlarged_as_in_training(counter):
+    zoomed = Counter(counter.network, max_shorter_side=64, zoom=1.5)
+    pixels = noise(40, 56)
+    prediction = zoomed.count(pixels)
+    assert prediction.size_hw == (40, 56)
+    assert prediction.cell_xy == pytest.approx((8 / 1.5, 8 / 1.5))
+    enlarged, scale_xy = zoomed.prepare(pixels)
+    assert (enlarged.shape, scale_xy) == ((60, 84, 3), (1.5, 1.5))
+    assert prediction.count == counter.count(enlarged).count
+    assert zoomed.prepare(noise(50, 56))[0].shape == (64, 72, 3)  # as far as the limit
+    assert zoomed.prepare(noise(50, 56), full_size=True)[0].shape == (75, 84, 3)
+
+
 def test_the_density_cannot_be_changed(counter):
     density = counter.count(noise()).density
     assert density.dtype == np.float32

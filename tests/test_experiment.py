@@ -13,6 +13,7 @@ from p3net import checkpoint
 from p3net.configuration import PRESETS, Settings, assignments, merge, read_yaml, settings
 from p3net.errors import InputError
 from p3net.experiment import prepare, run
+from p3net.network.p3net import P3Net
 
 DATA = "synthetic:3?train=8&val=2&test=2&size=96x128"
 TINY: dict[str, Any] = {
@@ -121,10 +122,37 @@ def test_a_list_that_names_absent_images(tmp_path):
     assert "train_0099.png, test_0000.png (not a training image)" in message
 
 
-def test_a_validation_list_needs_a_labelled_list(tmp_path):
+def test_a_validation_list_with_a_share_of_the_others(tmp_path):
     names = tmp_path / "held.txt"
     names.write_text("train_0001.png\n")
-    assert "goes with a list of labelled ones" in complaint(validation=str(names))
+    split = prepare(tiny(labelled="100%", validation=str(names))).split
+    assert split.validation == ("train/train_0001.png",)
+    assert len(split.labelled) == 7
+
+
+def test_intervals_are_fitted_at_the_size_of_counting():
+    def highest(zoom: float) -> float:
+        chosen = prepare(tiny(views={"zoom": zoom}))
+        network = chosen.method.network
+        assert isinstance(network, P3Net)
+        assert chosen.metadata["preparation"]["zoom"] == zoom
+        return network.intervals[1].values[-1]
+
+    assert highest(2.0) < 0.6 * highest(1.0)
+
+
+def test_a_run_from_a_model_keeps_its_network_and_intervals(tmp_path):
+    first = run(prepare(tiny()), tmp_path / "first")
+    again = prepare(tiny(weights=str(tmp_path / "first"), intervals="auto", labelled="2", seed=5))
+    for name, tensor in first.network.state_dict().items():
+        assert torch.equal(tensor, again.method.network.state_dict()[name]), name
+    assert again.metadata["chosen_intervals"] == {"how": "kept"}
+    assert again.method.network.intervals == first.network.intervals
+    fitted = prepare(tiny(weights=str(tmp_path / "first"), labelled="2", seed=5))
+    assert fitted.method.network.intervals != first.network.intervals
+    assert torch.equal(fitted.method.network.tokens[0], first.network.tokens[0])
+    message = complaint(weights=str(tmp_path / "first"), network={"layers": 2})
+    assert "needs its network: layers was 1 and is 2" in message
 
 
 def test_yaml_and_assignments(tmp_path):

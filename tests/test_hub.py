@@ -216,6 +216,7 @@ def test_the_card_says_what_matters(counter, tmp_path):
     assert "25 density intervals" in card
     assert "Licence\n\nNot stated" in card
     assert "/home/ann" not in card
+    assert "/home/ann" not in json.dumps(checkpoint.read(tmp_path / "model.safetensors")[1])
     sinner = hub.card({**ABOUT, "chosen_on_test": True, "chosen": "last", "calibration": None})
     assert "TEST images" in sinner
     assert "step 9" in sinner

@@ -33,6 +33,11 @@ FORMAT = 1
 NAMES = ("model.safetensors", "best.safetensors", "last.safetensors")
 """What `load` looks for in a run's folder, in this order."""
 
+BOX = "box"
+"""The name of the model that comes with the package."""
+
+_BOX_FILE = Path(__file__).parent / "box" / NAMES[0]
+
 AUTHORS = Architecture(grid="authors", tokens="zeros", decoders="copies")
 """The network of the authors' code; branch 1 uses the published table called branch 1."""
 
@@ -112,39 +117,41 @@ def build(record: Mapping[str, Any], *, source: Path | None = None) -> P3Net | R
         ) from None
 
 
-def save(path: Path, network: nn.Module, metadata: Mapping[str, Any]) -> None:
-    """A network that `load` can read, with whatever is worth knowing of it."""
+def save(
+    path: Path, network: nn.Module, metadata: Mapping[str, Any], *, half: bool = False
+) -> None:
+    """A network that `load` can read, with whatever is worth knowing of it.
+
+    With `half` its numbers are kept in 16 bits: half the size, counts within some 0.1 %.
+    """
     tensors = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+    if half:
+        tensors = {n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}
     write(path, _unshared(tensors), {**metadata, "network": describe(network)})
 
 
-def load(path: str | Path, *, runtime: str | None = None) -> Counter:
+def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
     """A model ready to count: a run's folder, a weights file, an exported one, a name on the hub.
 
-    Weights are `.safetensors` of this package or `.pth` of the authors' code. Exported files,
-    `.onnx` and `.xml`, are run by `runtime`: onnxruntime or openvino; weights by torch. What
-    exists as a path wins over `user/name` on the hub.
+    Without any, the model in the box, which counts people in crowds. Weights are `.safetensors` of
+    this package or `.pth` of the authors' code. Exported files, `.onnx` and `.xml`, are run by
+    `runtime`: onnxruntime or openvino; weights by torch. What exists as a path wins over
+    `user/name` on the hub.
     """
     if not Path(path).exists() and hub.is_name(str(path)):
         path = hub.fetch(str(path))
-    path = Path(path)
+    path = _located(path)
     if path.suffix in DEFAULTS:
         exported = Exported(path, runtime)
-        side = exported.record.get("preparation", {}).get("max_shorter_side", 2048)
-        return Counter(exported.eval(), max_shorter_side=side, metadata=exported.record)
+        return _counter(exported, exported.record)
     if runtime not in (None, "torch"):
         raise InputError(f"{runtime} runs exported files; first: p3net export MODEL OUT.onnx")
-    if path.is_dir():
-        found = next((path / name for name in NAMES if (path / name).is_file()), None)
-        if found is None:
-            raise InputError(f"no model in this folder; looked for {', '.join(NAMES)}", source=path)
-        path = found
+    path = weights_file(path)
     if path.suffix == ".safetensors":
         tensors, record = read(path)
         network = build(record.get("network", {}), source=path)
         fill(network, tensors, "average." if any(map(_averaged, tensors)) else "network.", path)
-        side = record.get("preparation", {}).get("max_shorter_side", 2048)
-        return Counter(network.eval(), max_shorter_side=side, metadata=record)
+        return _counter(network, record)
     weights = read_weights(path)
     if not is_authors(weights):
         raise InputError(
@@ -153,6 +160,38 @@ def load(path: str | Path, *, runtime: str | None = None) -> Counter:
             source=path,
         )
     return Counter(from_authors(weights, source=path), metadata={"origin": "authors"})
+
+
+def _counter(network: nn.Module, record: Mapping[str, Any]) -> Counter:
+    """A network that prepares images as its record says."""
+    known = record.get("preparation", {})
+    side, zoom = known.get("max_shorter_side", 2048), known.get("zoom", 1.0)
+    return Counter(network.eval(), max_shorter_side=side, zoom=zoom, metadata=record)
+
+
+def weights_file(path: str | Path) -> Path:
+    """The file of a model: itself, or the one in a run's folder."""
+    path = _located(path)
+    if not path.is_dir():
+        return path
+    found = next((path / name for name in NAMES if (path / name).is_file()), None)
+    if found is None:
+        raise InputError(f"no model in this folder; looked for {', '.join(NAMES)}", source=path)
+    return found
+
+
+def _located(path: str | Path) -> Path:
+    """Where a model is: "box" is the one in the package, unless something here is called so."""
+    return _BOX_FILE if str(path) == BOX and not Path(path).exists() else Path(path)
+
+
+def is_model(path: str | Path) -> bool:
+    """Whether this is a model of p3net, as against weights of a backbone alone."""
+    try:
+        with safe_open(weights_file(path), framework="pt") as file:
+            return "p3net" in (file.metadata() or {})
+    except (InputError, SafetensorError, OSError):
+        return False
 
 
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], prefix: str, source: Path) -> None:

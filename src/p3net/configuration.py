@@ -46,6 +46,12 @@ class Views(_Strict):
     crop: int = Field(default=512, ge=16, description="side of the square crop in pixels")
     grey: float = Field(default=0.0, ge=0, le=1, description="share of crops turned grey")
     max_shorter_side: int = Field(default=2048, ge=16)
+    zoom: float = Field(
+        default=1.0,
+        gt=0,
+        le=8,
+        description="images are enlarged by this, up to max_shorter_side, in training and counting",
+    )
 
     @model_validator(mode="after")
     def _whole_positions(self) -> Views:
@@ -56,7 +62,9 @@ class Views(_Strict):
 
     def augmentation(self) -> Augmentation:
         """As the loader takes it."""
-        return Augmentation(self.scale, self.flip, self.crop, self.grey, self.max_shorter_side)
+        return Augmentation(
+            self.scale, self.flip, self.crop, self.grey, self.max_shorter_side, self.zoom
+        )
 
 
 class Settings(_Strict):
@@ -106,12 +114,16 @@ class Settings(_Strict):
     per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
     sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
     intervals: Literal["auto", "published", "fit"] = Field(
-        default="auto", description="auto: published for the paper's sets, fitted elsewhere"
+        default="auto",
+        description="auto: those of the model started from; published for the paper's sets, "
+        "fitted elsewhere",
     )
     partition: Literal["uep", "uniform-length", "uniform-number"] = "uep"
     intervals_count: int = Field(default=25, ge=2, description="C, intervals of a branch")
     weights: str = Field(
-        default="imagenet", description="of the backbone: imagenet, none, or a file"
+        default="imagenet",
+        description="to start from: imagenet, none, a file of the backbone's, or a model of p3net, "
+        "such as box",
     )
     network: Annotated[Architecture | RegressorArchitecture, Discriminator("kind")] = Architecture()
     views: Views = Views()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -29,12 +30,14 @@ class Counter:
     Attributes:
         network: P³Net or a regressor, in eval mode.
         max_shorter_side: larger images are shrunk to this first, as in training.
+        zoom: smaller ones are enlarged by this, up to there, as in training.
         metadata: configuration, intervals, splits, calibration and history, as the checkpoint
             has them.
     """
 
     network: nn.Module
     max_shorter_side: int = 2048
+    zoom: float = 1.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @overload
@@ -105,7 +108,7 @@ class Counter:
         tile: int | None,
         full_size: bool,
     ) -> Prediction:
-        pixels, (scale_x, scale_y) = self._pixels(image, full_size=full_size)
+        pixels, (scale_x, scale_y) = self.prepare(image, full_size=full_size)
         cells = tiling.run(self.network, pixels, tile)
         density = _frozen(cells.density)
         variance = None if cells.variance is None else _frozen(cells.variance)
@@ -139,15 +142,17 @@ class Counter:
             source=image,
         )
 
-    def _pixels(self, image: Countable, *, full_size: bool) -> tuple[Pixels, tuple[float, float]]:
+    def prepare(
+        self, image: Countable, *, full_size: bool = False
+    ) -> tuple[Pixels, tuple[float, float]]:
         """The pixels to count, and how many of them make one of the image's (x, y)."""
         opened = open_source(image)
         if isinstance(opened, np.ndarray):
             size_hw = (opened.shape[0], opened.shape[1])
         else:
             size_hw = upright_size_hw(opened)
-        side = min(size_hw) if full_size else self.max_shorter_side
-        view = whole_view(size_hw, max_shorter_side=side)
+        side = math.inf if full_size else self.max_shorter_side
+        view = whole_view(size_hw, max_shorter_side=side, zoom=self.zoom)
         if isinstance(opened, np.ndarray) and view.size_hw == size_hw:
             return opened, view.scale_xy  # no copy: it may be large
         return apply_view(opened, view), view.scale_xy

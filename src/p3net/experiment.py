@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p3net import checkpoint, training
-from p3net.configuration import Settings
+from p3net.configuration import Settings, Views
 from p3net.counting import Counter
 from p3net.data import splits
 from p3net.data.cache import Cache
@@ -20,7 +20,7 @@ from p3net.data.catalogue import open_dataset
 from p3net.data.images import upright_size_hw
 from p3net.data.loading import Stream, mixed, paired
 from p3net.data.splits import Split, SplitData
-from p3net.data.transforms import default_backend
+from p3net.data.transforms import apply_to_points, default_backend, whole_view
 from p3net.errors import InputError
 from p3net.evaluation import calibrate, count_samples
 from p3net.intervals import PUBLISHED, Pair, fit
@@ -33,7 +33,7 @@ from p3net.metrics import METRICS
 from p3net.network.backbone import load_backbone, pretrained_file
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
-from p3net.structures import Dataset, inside
+from p3net.structures import Dataset
 from p3net.targets import densities
 from p3net.uncertainty import KEY
 
@@ -84,11 +84,13 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         method = {"supervised": Supervised, "l2r": Ranking}[chosen.method](network, **common)
     metadata = {
         "settings": chosen.model_dump(),
+        "kind": dataset.kind,
         "split": {"hash": split.hash, "how": dict(split.how)},
         "chosen_intervals": choice,
         "chosen_on_test": chosen.test_as_validation,
         "preparation": {
             "max_shorter_side": chosen.views.max_shorter_side,
+            "zoom": chosen.views.zoom,
             "backend": default_backend(),
         },
         "versions": checkpoint.versions(),
@@ -106,28 +108,23 @@ def split_of(dataset: Dataset, chosen: Settings) -> Split:
             "run will say so for ever"
         )
     labelled, held = Path(chosen.labelled), Path(chosen.validation)
-    amount = 0 if sin else _amount("validation", chosen.validation) if not held.is_file() else None
+    validation: splits.Amount | Path | None = 0  # the sinner's come last
+    if not sin:
+        validation = held if held.is_file() else _amount("validation", chosen.validation)
     if labelled.is_dir():
         split = splits.read(labelled)
     elif labelled.is_file():
-        validation = held if held.is_file() and not sin else amount
         split = splits.from_lists(
             dataset, labelled=labelled, validation=validation, seed=chosen.seed
         )
     elif labelled.suffix == ".txt":
         raise InputError("no such list of labelled images", source=labelled)
-    elif held.is_file():
-        raise InputError(
-            "a list of validation images goes with a list of labelled ones; "
-            f"labelled is {chosen.labelled}",
-            source=held,
-        )
     else:
         share = _amount("labelled", chosen.labelled)
         split = splits.draw(
             dataset,
             labelled=share or 0,
-            validation=amount,
+            validation=validation,
             seed=chosen.seed,
             stratified=chosen.stratified,
             order=chosen.order,
@@ -149,41 +146,75 @@ def _amount(key: str, text: str) -> splits.Amount | None:
         raise InputError(f"{key}: {error.message}, or the path of a list or a split") from None
 
 
-def target_cells(dataset: Dataset, sigma: float) -> torch.Tensor:
-    """The target cells of whole labelled images, all in one row: what intervals are fitted to."""
+def target_cells(dataset: Dataset, sigma: float, views: Views) -> torch.Tensor:
+    """The target cells of whole labelled images, all in one row: what intervals are fitted to.
+
+    Images have the size at which they are counted.
+    """
     cells = []
     for sample in dataset.samples:
         with sample.open() as image:
             size_hw = upright_size_hw(image)
-        points = sample.marks().points_xy
-        shown = torch.from_numpy(points[inside(points, size_hw)])
-        cells.append(densities([shown], size_hw, sigma=sigma).flatten())
+        view = whole_view(size_hw, max_shorter_side=views.max_shorter_side, zoom=views.zoom)
+        shown = torch.tensor(apply_to_points(sample.marks().points_xy, view))
+        cells.append(densities([shown], view.size_hw, sigma=sigma).flatten())
     return torch.cat(cells)
 
 
 def _network(
     chosen: Settings, data: SplitData, kind: str
 ) -> tuple[P3Net | Regressor, dict[str, Any]]:
+    start = None
+    if chosen.weights not in ("none", "imagenet") and checkpoint.is_model(chosen.weights):
+        start = _start(chosen)
     if isinstance(chosen.network, RegressorArchitecture):
-        network: P3Net | Regressor = Regressor(chosen.network)
+        network: P3Net | Regressor = start or Regressor(chosen.network)
         choice: dict[str, Any] = {"how": "none"}
     else:
-        pair: Pair = PUBLISHED
-        how = chosen.intervals
-        if how == "auto":
-            how = "published" if kind in PAPER_SETS else "fit"
-        choice = {"how": how}
-        if how == "fit":
-            cells = target_cells(data.labelled, chosen.sigma)
-            pair = fit(cells, partition=chosen.partition, count=chosen.intervals_count)
-            choice |= {"partition": chosen.partition, "count": len(pair[0]), "sigma": chosen.sigma}
+        own = start.intervals if isinstance(start, P3Net) else None
+        pair, choice = _intervals(chosen, data, kind, own)
         network = P3Net(chosen.network, pair)
-    if chosen.weights != "none":
+        if start is not None:
+            checkpoint.fill(network, start.state_dict(), "", Path(chosen.weights))
+    if start is None and chosen.weights != "none":
         imagenet = chosen.weights == "imagenet"
         name = chosen.network.backbone
         path = pretrained_file(name) if imagenet else Path(chosen.weights)
         load_backbone(network.backbone, path)
     return network, choice
+
+
+def _start(chosen: Settings) -> P3Net | Regressor:
+    """The network of the model that the settings start from, which must be of their shape."""
+    network = checkpoint.load(chosen.weights).network
+    if not isinstance(network, P3Net | Regressor):
+        raise InputError(
+            "only weights can be trained on, not an exported file", source=chosen.weights
+        )
+    own, wanted = network.architecture.model_dump(), chosen.network.model_dump()
+    if own != wanted:
+        raise InputError(
+            "a run that starts from this model needs its network: " + _difference(own, wanted),
+            source=chosen.weights,
+        )
+    return network
+
+
+def _intervals(
+    chosen: Settings, data: SplitData, kind: str, own: Pair | None
+) -> tuple[Pair, dict[str, Any]]:
+    """The density intervals and where they are from; `own` is what the model to start from has."""
+    how = chosen.intervals
+    if how == "auto":
+        if own is not None:
+            return own, {"how": "kept"}
+        how = "published" if kind in PAPER_SETS else "fit"
+    if how == "published":
+        return PUBLISHED, {"how": how}
+    cells = target_cells(data.labelled, chosen.sigma, chosen.views)
+    pair = fit(cells, partition=chosen.partition, count=chosen.intervals_count)
+    facts = {"partition": chosen.partition, "count": len(pair[0]), "sigma": chosen.sigma}
+    return pair, {"how": how, **facts}
 
 
 def _stream(chosen: Settings, data: SplitData) -> Stream:
@@ -219,10 +250,13 @@ def run(
         _claim(folder, record, resume=resume)
         splits.write(prepared.split, folder / "split")
     chosen = prepared.settings
-    side = chosen.views.max_shorter_side
+    sizes: dict[str, Any] = {
+        "max_shorter_side": chosen.views.max_shorter_side,
+        "zoom": chosen.views.zoom,
+    }
 
     def validate(network: nn.Module) -> dict[str, float]:
-        counter = Counter(network, max_shorter_side=side)
+        counter = Counter(network, **sizes)
         return metrics_on(counter, prepared.data.validation)
 
     network = training.train(
@@ -239,7 +273,7 @@ def run(
         cache=cache or Cache(folder / "cache"),
         world=world,
     )
-    counter = Counter(network, max_shorter_side=side, metadata=record)
+    counter = Counter(network, **sizes, metadata=record)
     if world.rank == 0 and len(prepared.data.validation) and isinstance(network, P3Net):
         return _calibrate(counter, prepared.data.validation, folder / "model.safetensors")
     return counter

@@ -118,6 +118,7 @@ def record(counter: Counter) -> dict[str, Any]:
         "preparation": {
             **counter.metadata.get("preparation", {}),
             "max_shorter_side": counter.max_shorter_side,
+            "zoom": counter.zoom,
         },
         "exported_with": checkpoint.versions(),
     }
@@ -276,11 +277,16 @@ def _save_openvino(model: Any, about: Mapping[str, Any], path: Path) -> None:
 # --- the hub -----------------------------------------------------------------------------------
 
 
-def save_pretrained(counter: Counter, folder: str | Path, *, licence: str | None = None) -> None:
-    """A folder as the Hugging Face hub has it: weights, `config.json` and a model card."""
+def save_pretrained(
+    counter: Counter, folder: str | Path, *, licence: str | None = None, half: bool = False
+) -> None:
+    """A folder as the Hugging Face hub has it: weights, `config.json` and a model card.
+
+    Places on this machine are left out of what is written. With `half` weights have 16 bits.
+    """
     folder = Path(folder)
-    about = {**counter.metadata, "preparation": record(counter)["preparation"]}
-    checkpoint.save(folder / hub.WEIGHTS, counter.network, about)
+    about = {**hub.public(counter.metadata), "preparation": record(counter)["preparation"]}
+    checkpoint.save(folder / hub.WEIGHTS, counter.network, about, half=half)
     hub.describe(folder, checkpoint.read(folder / hub.WEIGHTS)[1], licence=licence)
 
 

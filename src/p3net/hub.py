@@ -96,6 +96,37 @@ def _line(error: BaseException) -> str:
 # --- what stands beside the weights ------------------------------------------------------------
 
 
+def public(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's description without the places of its maker's machine, only their names."""
+    settings = dict(record.get("settings", {}))
+    for key in ("data", "labelled", "validation", "weights"):
+        if isinstance(value := settings.get(key), str):
+            settings[key] = _places(value)
+    split = dict(record.get("split", {}))
+    if "how" in split:
+        facts = split["how"].items()
+        split["how"] = {k: _places(v) if isinstance(v, str) else v for k, v in facts}
+    calibration = record.get("calibration")
+    if isinstance(calibration, Mapping) and isinstance(data := calibration.get("data"), str):
+        calibration = {**calibration, "data": _places(data)}
+    known = {"settings": settings, "split": split, "calibration": calibration}
+    return {**record, **{key: value for key, value in known.items() if key in record}}
+
+
+def _places(text: str) -> str:
+    """`sha:/home/ann/part_A + folder:photos/yard` → `sha:part_A + folder:yard`.
+
+    >>> _places("sha:/home/ann/part_A + ../photos/yard"), _places("5%"), _places("synthetic:1?a=2")
+    ('sha:part_A + yard', '5%', 'synthetic:1?a=2')
+    """
+
+    def name(part: str) -> str:
+        kind, colon, rest = part.rpartition(":")
+        return kind + colon + rest.rstrip("/").rpartition("/")[2]
+
+    return " + ".join(name(part.strip()) for part in text.split(" + "))
+
+
 def describe(folder: Path, record: Mapping[str, Any], *, licence: str | None = None) -> None:
     """Write `config.json` and the model card `README.md`."""
     config = {"library_name": "p3net", **record}
@@ -106,6 +137,7 @@ def describe(folder: Path, record: Mapping[str, Any], *, licence: str | None = N
 
 def card(record: Mapping[str, Any], *, licence: str | None = None) -> str:
     """The model card: what it is, what it learned from, how well it counts, what it is for."""
+    record = public(record)
     head = ["library_name: p3net", "pipeline_tag: other", "tags: [crowd-counting, p3net]"]
     if licence:
         head.insert(0, f"license: {json.dumps(licence)}")
@@ -149,19 +181,13 @@ def _data(record: Mapping[str, Any]) -> str:
     settings, split = record.get("settings", {}), record.get("split", {})
     if not settings:
         return f"Not recorded ({record.get('origin', 'no settings in the file')})."
-    kind = Path(str(settings.get("data", "?")).rstrip("/")).name  # no paths of the maker's machine
-    lines = [f"- learned from: {kind}"]
+    lines = [f"- learned from: {settings.get('data', '?')}"]
     if split.get("hash"):
         lines.append(f"- split (hash of labelled, unlabelled, validation, test): `{split['hash']}`")
-        lines += [f"- {key}: {_short(value)}" for key, value in split.get("how", {}).items()]
+        lines += [f"- {key}: {value}" for key, value in split.get("how", {}).items()]
     seen = "on the TEST images: figures on them are not those of unseen images"
     lines.append(f"- chosen {seen if record.get('chosen_on_test') else 'without the test images'}")
     return "\n".join(lines)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return Path(text).name if "/" in text else text
 
 
 def _metrics(record: Mapping[str, Any]) -> str:

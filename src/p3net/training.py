@@ -364,7 +364,8 @@ def _finish(
     if world.rank == 0:
         checkpoint.save(folder / "model.safetensors", network, record)
     world.wait()
-    return network.eval()
+    plain: Any = network.eval()  # in memory as a file gives it back
+    return cast("nn.Module", plain.to(memory_format=torch.contiguous_format))
 
 
 def _tidy(folder: Path, log: Path, *, keep: int) -> None:

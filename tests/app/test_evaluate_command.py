@@ -30,7 +30,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
     torch.manual_seed(0)
     network = P3Net(Architecture(backbone="small", layers=1, hidden=32), PUBLISHED)
-    metadata = {"settings": {"data": SCENES}, "chosen_on_test": False}
+    metadata = {"settings": {"data": SCENES}, "kind": "synthetic", "chosen_on_test": False}
     checkpoint.save(folder / "model.safetensors", network, metadata)
     names = [f"train/train_{i:04d}.png" for i in range(4)]
     split = splits.Split(labelled=(names[0],), unlabelled=tuple(names[1:]))
@@ -95,6 +95,14 @@ def test_images_of_the_run_itself_are_warned_of(run_folder):
     assert len(json.loads(result.stdout)["warnings"]) == 1
     other = SCENES.replace("synthetic:3", "synthetic:4")  # other scenes under the same names
     assert "WARNING" not in run(run_folder, other, "--split", "train").stderr
+
+
+def test_images_of_a_list(run_folder, tmp_path):
+    (tmp_path / "list.txt").write_text("train_0002.png\ntrain_0001.png\n")
+    result = run(run_folder, SCENES, "--split", tmp_path / "list.txt", "--json")
+    names = [each["key"] for each in json.loads(result.stdout)["per_image"]]
+    assert names == ["train/train_0002.png", "train/train_0001.png"]
+    assert "2 unlabelled" in " ".join(result.stderr.split())
 
 
 def test_a_model_chosen_on_the_test_images_says_so(run_folder, tmp_path):

@@ -186,6 +186,21 @@ def test_resume_takes_the_settings_from_the_run_and_refuses_others(whole):
     assert "recipe.steps was 8 and is 9" in str(changed.exception)
 
 
+def test_a_run_may_start_from_another(whole, tmp_path):
+    words = ["--set", "recipe.steps=1", "--set", "recipe.workers=0", "--set", "views.crop=64"]
+    words += ["--labelled", "3", "--out", str(tmp_path / "run")]
+    result = run("train", DATA, *words, "--from", str(whole))
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["settings"]["network"]["backbone"] == "small"
+    assert record["chosen_intervals"] == {"how": "kept"}
+    twice = run("train", DATA, *words, "--from", "none", "--set", "weights=none")
+    assert "say the same" in str(twice.exception)
+    assert "leave out --from" in str(
+        run("train", "--out", str(whole), "--resume", "--from", "box").exception
+    )
+
+
 def test_data_or_out_missing():
     assert "--out is missing" in str(run("train", "--resume").exception)
     result = run("train", "--out", "nowhere", "--resume")

@@ -55,6 +55,21 @@ def test_both_parts_of_shanghaitech_need_a_choice(tmp_path):
     assert open_dataset(f"shb:{tmp_path}").kind == "shb"
 
 
+def test_several_sets_in_one(tmp_path):
+    shanghaitech(tmp_path, "part_A")
+    shanghaitech(tmp_path, "part_B")
+    own = folder(tmp_path / "own")
+    spec = f"sha:{tmp_path} + shb:{tmp_path} + {own} + folder:{own}"
+    joined = open_dataset(spec)
+    assert (joined.kind, joined.root) == ("joined", spec)
+    names = [sample.name for sample in joined.samples]
+    assert names[:3] == ["sha/IMG_1.jpg", "shb/IMG_1.jpg", "folder/a.jpg"]
+    assert names[-1] == "folder-2/b.jpg"
+    assert joined.samples[2].marks().points_xy.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(InputError, match="no such file"):
+        open_dataset(f"sha:{tmp_path} + {tmp_path / 'none'}")
+
+
 def test_synthetic_scenes():
     dataset = open_dataset("synthetic:7?train=3&val=1&test=0&size=64x96")
     assert dataset.kind == "synthetic"

@@ -346,9 +346,14 @@ def test_whole_images_are_prepared(backend: str) -> None:
     small, scale_xy = prepare(stored_image(upright), backend=backend)
     assert small.shape == (300, 451, 3)
     assert scale_xy == (1, 1)
-    assert prepare(stored_image(upright), min_side=400, backend=backend)[0].shape == (400, 601, 3)
-    with pytest.raises(InputError, match="min_side 64 exceeds"):
-        whole_view((10, 10), max_shorter_side=32, min_side=64)
+
+
+def test_crops_are_of_enlarged_images() -> None:
+    rng = np.random.default_rng(0)
+    for zoom, limit, scale in ((1.5, 2048, 1.5), (1.5, 360, 1.2), (0.5, 2048, 0.5)):
+        augmentation = Augmentation((1.0, 1.0), 0.0, 96, max_shorter_side=limit, zoom=zoom)
+        view = draw_view((300, 400), augmentation, rng)
+        assert view.scale_xy == pytest.approx((scale, scale), rel=0.01)
 
 
 @settings(max_examples=200, deadline=None)

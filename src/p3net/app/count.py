@@ -28,18 +28,17 @@ _MAY_MOVE = (".gif", ".webp", ".apng", ".avif", ".tif", ".tiff")
 
 
 def count(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, or a file of weights.")
-    ],
-    files: Annotated[
-        list[str] | None,
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILES",
-            help="Images, videos, folders with all below them, 'patterns/**/*.jpg', addresses "
-            "(rtsp://…, http://…), cameras (camera:0), - for an image from standard input.",
+            metavar="[MODEL] FILES",
+            help="MODEL: a run's folder or a file of weights; without one, the model in the box "
+            "counts people. FILES: images, videos, folders with all below them, "
+            "'patterns/**/*.jpg', addresses (rtsp://…, http://…), cameras (camera:0), - for an "
+            "image from standard input.",
             show_default=False,
         ),
-    ] = None,
+    ],
     *,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line, as it is counted.")
@@ -110,6 +109,10 @@ def count(
 ) -> None:
     """Count images, videos and streams; each count comes with an interval.
 
+    p3net count photo.jpg
+
+    p3net count runs/square photos/ --csv counts.csv --overlay pictures/
+
     What cannot be read is reported and passed over; of an animation the first
     picture is counted. Ctrl-C ends a stream; what was counted is on disk.
 
@@ -121,7 +124,7 @@ def count(
     from p3net.errors import InputError
     from p3net.regions import read_regions
 
-    model, files = sources.split_words([model, *(files or ())])
+    model, files = sources.split_words(words)
     if not 0 < level < 1:
         raise InputError(f"--level must lie between 0 and 1, such as 0.9; got {level:g}")
     sampling = {

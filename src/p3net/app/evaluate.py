@@ -26,7 +26,11 @@ def evaluate(
     data: Data,
     *,
     split: Annotated[
-        str, typer.Option(metavar="SPLIT", help="Which images: test, val or train.")
+        str,
+        typer.Option(
+            metavar="SPLIT",
+            help="Which images: test, val, train, or a list.txt of training images.",
+        ),
     ] = "test",
     csv: Annotated[
         Path | None, typer.Option(metavar="OUT.csv", help="Write a line for every image.")
@@ -78,9 +82,12 @@ def evaluate(
 
 
 def part(dataset: Dataset, split: str) -> Dataset:
-    """The images of a split; an error that names the splits there are."""
+    """The images of a split or of a list; an error that names the splits there are."""
+    from p3net.data import splits
     from p3net.errors import InputError
 
+    if split.endswith(".txt"):
+        return dataset.pick(sample.key for sample in splits.listed(dataset, Path(split)))
     chosen = dataset.part(split)
     if len(chosen):
         return chosen
@@ -102,7 +109,7 @@ def _require_folder(path: Path) -> None:
 # --- what makes figures worthless -------------------------------------------------------------
 
 
-def warnings(counter: Counter, model: Path, dataset: Dataset) -> list[str]:
+def warnings(counter: Counter, model: str | Path, dataset: Dataset) -> list[str]:
     """Reasons not to trust figures of this model on these images."""
     found = []
     if counter.metadata.get("chosen_on_test"):
@@ -120,35 +127,30 @@ def warnings(counter: Counter, model: Path, dataset: Dataset) -> list[str]:
     return found
 
 
-def shared_roles(counter: Counter, model: Path, dataset: Dataset) -> dict[str, int]:
+def shared_roles(counter: Counter, model: str | Path, dataset: Dataset) -> dict[str, int]:
     """How many of the images the model's own run used, by role; a run's folder keeps its lists.
 
     Images are the same where the kind of data and the key are; names of rendered scenes say
     nothing without their seed and size.
     """
+    from p3net.checkpoint import weights_file
     from p3net.data import splits
-    from p3net.data.catalogue import SYNTHETIC, open_dataset
+    from p3net.data.catalogue import SYNTHETIC, origin
     from p3net.data.synthetic import parse_spec
-    from p3net.errors import InputError
 
-    folder = (model if model.is_dir() else model.parent) / "split"
-    own = counter.metadata.get("settings", {}).get("data")
-    if own is None or not folder.is_dir():
+    kind = counter.metadata.get("kind")
+    folder = weights_file(model).parent / "split"
+    if kind is None or not folder.is_dir():
         return {}
-    try:
-        split = splits.read(folder)
-        trained_on = open_dataset(own)
-    except InputError:  # moved or changed since: nothing to compare with
-        return {}
-    if trained_on.kind != dataset.kind:
-        return {}
-    if dataset.kind == SYNTHETIC:
-        one, two = (parse_spec(d.root.partition(":")[2]) for d in (trained_on, dataset))
+    if dataset.kind == SYNTHETIC == kind:
+        specs = (counter.metadata["settings"]["data"], dataset.root)
+        one, two = (parse_spec(spec.partition(":")[2]) for spec in specs)
         if (one.seed, one.size_hw) != (two.seed, two.size_hw):
             return {}
-    keys = {sample.key for sample in dataset.samples}
-    roles = {role: len(keys & set(split.keys(role))) for role in splits.ROLES if role != "test"}
-    return {role: number for role, number in roles.items() if number}
+    split = splits.read(folder)
+    asked = {origin(dataset.kind, sample.key) for sample in dataset.samples}
+    used = {role: {origin(kind, k) for k in split.keys(role)} for role in splits.ROLES[:-1]}
+    return {role: len(asked & keys) for role, keys in used.items() if asked & keys}
 
 
 # --- what is written --------------------------------------------------------------------------

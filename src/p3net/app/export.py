@@ -23,6 +23,9 @@ def export(
     licence: Annotated[
         str | None, typer.Option(metavar="NAME", help="For the model card of a folder.")
     ] = None,
+    half: Annotated[
+        bool, typer.Option("--half", help="Of a folder's weights keep 16 bits: half the size.")
+    ] = False,
     push: Annotated[
         str | None,
         typer.Option(metavar="USER/NAME", help="Push the folder to the Hugging Face hub as well."),
@@ -44,11 +47,11 @@ def export(
     to_folder = out.suffix not in DEFAULTS
     if to_folder and out.suffix:
         raise InputError("expected OUT.onnx, OUT.xml or a folder", source=out)
-    if not to_folder and (licence or push):
-        raise InputError("--licence and --push go with a folder, not with a file", source=out)
+    if not to_folder and (licence or push or half):
+        raise InputError("--licence, --half and --push go with a folder", source=out)
     counter = load(model)
     if to_folder:
-        exporting.save_pretrained(counter, out, licence=licence)
+        exporting.save_pretrained(counter, out, licence=licence, half=half)
         console.print(f"{out}: weights, config.json and a model card", markup=False)
         if push is not None:
             address = exporting.push_to_hub(counter, push, licence=licence)

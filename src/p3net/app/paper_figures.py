@@ -206,7 +206,7 @@ def attention_of(
     """
     import torch
 
-    from p3net.data.transforms import prepare, to_float
+    from p3net.data.transforms import to_float
     from p3net.network.p3net import P3Net
 
     network = counter.network
@@ -216,7 +216,7 @@ def attention_of(
     index = layer - 1 if layer > 0 else layers + layer
     if not 0 <= index < layers:
         raise InputError(f"there is no layer {layer}; this model has {layers}, from 1")
-    pixels, scale_xy = prepare(image, max_shorter_side=counter.max_shorter_side)
+    pixels, scale_xy = counter.prepare(image)
     stride = network.backbone.stride
     with torch.inference_mode():
         one, two = network.eval().attention_maps(to_float(torch.from_numpy(pixels[None])))

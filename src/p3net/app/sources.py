@@ -44,24 +44,24 @@ class Source:
 
 
 def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The model and the files; the model comes first."""
-    model, *files = words
-    if not is_model(model):
-        raise InputError(
-            "expected a model first: a run's folder, or a file of weights "
-            f"({', '.join(MODEL_SUFFIXES)})",
-            source=model,
-        )
-    if not files:
+    """The model and the files; the model comes first, and without one the one in the box counts."""
+    from p3net.checkpoint import BOX
+
+    first, *others = words
+    if not is_model(first):
+        return BOX, list(words)
+    if not others:
         raise InputError("nothing to count; give images, folders, videos or - after the model")
-    return model, files
+    return first, others
 
 
 def is_model(word: str) -> bool:
     """Whether a word looks like a model: weights, a folder with weights, or OWNER/NAME of a hub."""
-    from p3net.checkpoint import NAMES
+    from p3net.checkpoint import BOX, NAMES
 
     path = Path(word)
+    if word == BOX and not path.exists():
+        return True
     if path.is_dir():
         return any((path / name).is_file() for name in NAMES)
     if path.exists() or path.suffix in MODEL_SUFFIXES:

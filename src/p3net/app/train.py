@@ -60,6 +60,15 @@ def train(
             "ones, or 10% of the training images."
         ),
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="What to start from: box (the model in the package; the default but for the "
+            "published sets), imagenet, none, or a model: a run's folder or a file.",
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="How long to train.")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of split, weights, order, crops.")
@@ -86,7 +95,7 @@ def train(
 
     p3net train sha:part_A --labelled 5%
 
-    p3net train photos/ --labelled marked.txt --out runs/square --set recipe.steps=3000
+    p3net train photos/ --labelled marked.txt --out runs/square --steps 3000
 
     p3net train --out runs/square --resume
 
@@ -105,6 +114,10 @@ def train(
     given = _given(data, labelled, validation, steps, seed, config, assign or [])
     preset = preset or given.pop("preset", PRESET)
     folder = out or _default_folder(given)
+    if not resume:
+        given = _started(given, start, preset)
+    elif start is not None:
+        raise InputError("a resumed run goes on from its own checkpoint; leave out --from")
     world = training.World.join()
     if world.size > 1 and world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -168,6 +181,38 @@ def _given(
     return given if steps is None else merge(given, {"recipe": {"steps": steps}})
 
 
+def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[str, Any]:
+    """The settings with what to start from; a model brings its network and its intervals."""
+    from p3net import checkpoint
+    from p3net.configuration import merge
+
+    if start is not None and "weights" in given:
+        raise InputError(f"--from {start} and weights={given['weights']} say the same; give one")
+    if start is None:
+        own = {"weights", "network", "intervals", "loss"} & given.keys()
+        start = checkpoint.BOX if preset == PRESET and not own and _new_place(given) else None
+    if start is None:
+        return dict(given)
+    if start in ("imagenet", "none") or not checkpoint.is_model(start):
+        return merge(given, {"weights": start})
+    _, record = checkpoint.read(checkpoint.weights_file(start))
+    network = record.get("network", {}).get("architecture", {})
+    return merge({"network": network, "intervals": "auto"}, merge(given, {"weights": start}))
+
+
+def _new_place(given: Mapping[str, Any]) -> bool:
+    """Whether these are a user's own images.
+
+    On a published set a figure from few labels would be none if all labels had been seen before.
+    """
+    from p3net.data.catalogue import JOINED, SYNTHETIC, open_dataset
+    from p3net.experiment import PAPER_SETS
+
+    if "data" not in given:
+        return False
+    return open_dataset(str(given["data"])).kind not in (*PAPER_SETS, JOINED, SYNTHETIC)
+
+
 def _settings(
     given: Mapping[str, Any], preset: str, folder: Path, config: Path | None, *, resume: bool
 ) -> Settings:
@@ -212,7 +257,7 @@ def _announce(prepared: Prepared, folder: Path, processes: int) -> None:
     images = ", ".join(f"{count} {role}" for role, count in counts.items())
     shared = f" by {processes} processes" if processes > 1 else ""
     stderr.print(
-        f"{chosen.method} on {chosen.network.backbone}: {images} images; "
+        f"{chosen.method} on {chosen.network.backbone} from {chosen.weights}: {images} images; "
         f"{chosen.recipe.steps} steps of {prepared.stream.crops_per_step} crops{shared}; "
         f"in {folder}",
         markup=False,

@@ -1,6 +1,6 @@
-"""From what a user writes to a dataset: `sha:PATH`, `synthetic:SEED` or a path.
+"""From what a user writes to a dataset: `sha:PATH`, `synthetic:SEED`, a path, or several of them.
 
-A path is recognised by its contents.
+A path is recognised by its contents. Several are joined by ` + `.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from p3net.data.formats import FORMATS
 from p3net.data.layout import Layout
 from p3net.data.readers import BENCHMARKS
 from p3net.errors import InputError
-from p3net.structures import Dataset
+from p3net.structures import Dataset, Sample
 
 SYNTHETIC = "synthetic"
+JOINED = "joined"
+"""The kind of several datasets in one."""
+
+_PLUS = " + "
 
 _LAYOUTS = BENCHMARKS | FORMATS
 
@@ -29,9 +33,12 @@ def open_dataset(spec: str | Path) -> Dataset:
     """Open `KIND:PATH`, `synthetic:SEED`, or a path whose layout is recognised.
 
     No image or annotation is read yet. A path whose own name starts like a kind is written
-    `./sha:PATH`.
+    `./sha:PATH`. In `sha:A + shb:B` images are called `sha/NAME` and `shb/NAME`; of two parts of
+    one kind the second's are `folder-2/NAME`.
     """
     text = str(spec)
+    if isinstance(spec, str) and _PLUS in text and not _path(text).exists():
+        return _join(text)
     kind, colon, rest = text.partition(":") if isinstance(spec, str) else ("", "", "")
     if colon and kind == SYNTHETIC:
         from p3net.data.synthetic import scenes_from_spec
@@ -45,6 +52,31 @@ def open_dataset(spec: str | Path) -> Dataset:
     if not text or (_names_a_kind(kind, colon) and not path.exists()):
         raise InputError(f"no such path and no such kind; the kinds are\n{_listing()}", source=text)
     return _read(_recognise(path), path, text)
+
+
+def _join(text: str) -> Dataset:
+    """The datasets between the plus signs, each image's name behind its part's."""
+    parts = [open_dataset(part.strip()) for part in text.split(_PLUS)]
+    kinds = [part.kind for part in parts]
+    samples: list[Sample] = []
+    for index, part in enumerate(parts):
+        before = kinds[:index].count(part.kind)
+        name = part.kind + (f"-{before + 1}" if before else "")
+        samples += (replace(sample, name=f"{name}/{sample.name}") for sample in part.samples)
+    orphans = tuple(orphan for part in parts for orphan in part.orphans)
+    return Dataset(JOINED, text, tuple(samples), orphans)
+
+
+def origin(kind: str, key: str) -> tuple[str, str]:
+    """The kind and key that an image of a dataset has by itself, outside of any joined one.
+
+    >>> origin("joined", "train/sha/IMG_1.jpg"), origin("sha", "train/IMG_1.jpg")
+    (('sha', 'train/IMG_1.jpg'), ('sha', 'train/IMG_1.jpg'))
+    """
+    if kind != JOINED:
+        return kind, key
+    split, part, name = key.split("/", 2)
+    return part, f"{split}/{name}"
 
 
 def _names_a_kind(kind: str, colon: str) -> bool:

@@ -113,7 +113,7 @@ def draw(
     *,
     labelled: Amount,
     seed: int,
-    validation: Amount | None = None,
+    validation: Amount | Path | None = None,
     order: Order = "random",
     stratified: bool = False,
 ) -> Split:
@@ -128,8 +128,8 @@ def draw(
         dataset: its test images become the test role, untouched.
         labelled: how many images may be used with their points.
         seed: of the draw.
-        validation: how many training images to put aside, at random whatever the order; None
-            for the published validation images, or 10 % where there are none.
+        validation: how many training images to put aside, at random whatever the order, or a
+            list of them; None for the published validation images, or 10 % where there are none.
         order: "crowded" or "sparse" labels the images with the most or fewest people first.
         stratified: spread the labelled images evenly over the counts. This and `order` look
             at the counts of all training images, which a real labelling could not.
@@ -159,7 +159,8 @@ def draw(
         rest = _spread(sorted(rest, key=_count), generator(seed, 1))
     elif order != "random":
         rest.sort(key=_count, reverse=order == "crowded")
-    asked = {"labelled": labelled, "validation": validation, "seed": seed}
+    held_from = validation.name if isinstance(validation, Path) else validation
+    asked = {"labelled": labelled, "validation": held_from, "seed": seed}
     return _complete(
         dataset, rest[:wanted], held, {**asked, "order": order, "stratified": stratified}
     )
@@ -177,16 +178,14 @@ def from_lists(
     `validation` is a list too, or an amount as in `draw`, taken from the images that the
     labelled list leaves over.
     """
-    chosen = _find(dataset, labelled)
+    chosen = listed(dataset, labelled)
+    pool = _annotated(dataset, "train")
+    free = _without(_shuffle(pool, seed), chosen)
+    held = _validation(dataset, free, len(pool), validation)
     if isinstance(validation, Path):
-        held = _find(dataset, validation)
         keys = {sample.key for sample in chosen}
         if both := [sample.name for sample in held if sample.key in keys]:
             raise InputError(f"also in {labelled}: {_some(both)}", source=validation)
-    else:
-        pool = _annotated(dataset, "train")
-        free = _without(_shuffle(pool, seed), chosen)
-        held = _validation(dataset, free, len(pool), validation)
     held_from = validation.name if isinstance(validation, Path) else validation
     asked = {"labelled": labelled.name, "validation": held_from, "seed": seed}
     return _complete(dataset, chosen, held, asked)
@@ -307,9 +306,14 @@ def _spread(ordered: Sequence[Sample], rng: Generator) -> list[Sample]:
 
 
 def _validation(
-    dataset: Dataset, candidates: Sequence[Sample], total: int, amount: Amount | None
+    dataset: Dataset, candidates: Sequence[Sample], total: int, amount: Amount | Path | None
 ) -> list[Sample]:
-    """The published images, or the last candidates, so that labels from the front stay the same."""
+    """Those of a list, the published ones, or the last candidates.
+
+    The last, so that labels from the front stay the same.
+    """
+    if isinstance(amount, Path):
+        return listed(dataset, amount)
     published = _annotated(dataset, "val")
     if amount is None and published:
         return published
@@ -343,7 +347,7 @@ def _complete(
 # Names in published lists.
 
 
-def _find(dataset: Dataset, path: Path) -> list[Sample]:
+def listed(dataset: Dataset, path: Path) -> list[Sample]:
     """The training images a list names: by key, path, file name, or file name without its end."""
     training = dataset.part("train")
     by_form = _forms(training)

@@ -62,6 +62,7 @@ class Augmentation:
         crop: side of the square crop, px.
         grey: probability of taking the colour away.
         max_shorter_side: larger images count as shrunk to this, before the random scale.
+        zoom: smaller ones count as enlarged by this, up to there, before the random scale.
     """
 
     scale_range: tuple[float, float] = (0.7, 1.3)
@@ -69,6 +70,7 @@ class Augmentation:
     crop: int = 256
     grey: float = 0.0
     max_shorter_side: int = 2048
+    zoom: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -81,6 +83,8 @@ class Augmentation:
         for name, side in (("crop", self.crop), ("max_shorter_side", self.max_shorter_side)):
             if side < 1:
                 raise InputError(f"{name} must be at least 1 px, got {side}")
+        if not 0 < self.zoom < float("inf"):
+            raise InputError(f"zoom must be above 0, got {self.zoom}")
 
 
 PAPER = Augmentation()
@@ -125,7 +129,8 @@ def draw_view(
     shorter, crop = min(size_hw), augmentation.crop
     by_scale, by_x, by_y, by_flip, by_grey = rng.random(5)
     low, high = augmentation.scale_range
-    scale = (low + (high - low) * by_scale) * min(1.0, augmentation.max_shorter_side / shorter)
+    whole_side = min(shorter * augmentation.zoom, augmentation.max_shorter_side)
+    scale = (low + (high - low) * by_scale) * whole_side / shorter
     side = min(crop / scale, shorter)
     grid = next((factor for factor in _REDUCTIONS if side >= factor * crop), 1)
     whole = min(max(1, round(side / grid)), shorter // grid) * grid
@@ -140,18 +145,16 @@ def draw_view(
 
 
 def whole_view(
-    size_hw: tuple[int, int], *, max_shorter_side: int = 2048, min_side: int | None = None
+    size_hw: tuple[int, int], *, max_shorter_side: float = 2048, zoom: float = 1.0
 ) -> View:
-    """The whole image, its shorter side brought between the two limits, aspect kept.
+    """The whole image enlarged by `zoom`, its shorter side at most the limit, aspect kept.
 
-    >>> whole_view((3072, 4096)).size_hw, whole_view((100, 150), min_side=256).size_hw
-    ((2048, 2731), (256, 384))
+    >>> whole_view((3072, 4096)).size_hw, whole_view((100, 150), zoom=1.5).size_hw
+    ((2048, 2731), (150, 225))
     """
-    if min_side is not None and min_side > max_shorter_side:
-        raise InputError(f"min_side {min_side} exceeds max_shorter_side {max_shorter_side}")
     height, width = size_hw
     shorter = min(size_hw)
-    target = max(min(shorter, max_shorter_side), min_side or 1)
+    target = min(shorter * zoom, max_shorter_side)
     scaled_hw = (round(height * target / shorter), round(width * target / shorter))
     return View(box_xyxy=(0, 0, width, height), size_hw=scaled_hw)
 
@@ -204,11 +207,10 @@ def prepare(
     image: Image.Image,
     *,
     max_shorter_side: int = 2048,
-    min_side: int | None = None,
     backend: Backend | None = None,
 ) -> tuple[Pixels, tuple[float, float]]:
-    """A whole image for counting: its pixels, and output pixels for one source pixel (x, y)."""
-    view = whole_view(upright_size_hw(image), max_shorter_side=max_shorter_side, min_side=min_side)
+    """A whole image for the cache: its pixels, and output pixels for one source pixel (x, y)."""
+    view = whole_view(upright_size_hw(image), max_shorter_side=max_shorter_side)
     return apply_view(image, view, backend=backend), view.scale_xy
 
 

@@ -281,12 +281,10 @@ def _attention_maps(counted: Counted) -> tuple[NDArray[np.float32], ...]:
     """C×h'×w' of the last layer, for each branch."""
     import torch
 
-    from p3net.data.images import open_bytes
-    from p3net.data.transforms import prepare, to_float
+    from p3net.data.transforms import to_float
 
     counter = counted.model.counter
-    side = counter.max_shorter_side
-    pixels, _ = prepare(open_bytes(counted.content), max_shorter_side=side)
+    pixels, _ = counter.prepare(counted.content)
     network = counter.network
     assert isinstance(network, P3Net)  # noqa: S101  the caller has looked
     device = next(network.parameters()).device
