@@ -129,9 +129,16 @@ class VGG19(Backbone):
     def stages(self) -> tuple[Stage, ...]:
         """Two blocks to stride 4, which take most of the memory; three more to stride 16."""
         return (
-            Stage(self.features[:10], 4, 128, halo=8, multiple=4, tile=512),
+            Stage(self._wide_maps, 4, 128, halo=8, multiple=4, tile=512),
             Stage(self.features[10:], 4, 512, halo=28, multiple=4, tile=384),
         )
+
+    def _wide_maps(self, normalised: Tensor) -> Tensor:
+        """B×3×H×W → B×128×H/4×W/4, image by image: one's maps fit the cache, a batch's do not."""
+        lower = self.features[:10]
+        if len(normalised) == 1 or normalised.device.type != "cpu" or torch.compiler.is_compiling():
+            return lower(normalised)
+        return torch.cat([lower(image) for image in normalised.split(1)])
 
     def blocks(self) -> list[nn.Module]:
         """The five blocks between the pools."""

@@ -348,7 +348,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     if [c, *kernel] != [x.shape[1], 3, 3] or weight.dtype != x.dtype or not _eager(x):
         return False
     tiles, narrow = len(x) * ceil(x.shape[2] / 4) * ceil(x.shape[3] / 4), min(c, k)
-    return narrow >= 64 and tiles >= 16 and tiles * narrow >= 8192
+    return narrow >= 64 and tiles >= 32 and tiles * narrow >= 8192
 
 
 class Conv3x3(nn.Conv2d):
