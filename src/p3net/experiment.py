@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from p3net.data.loading import Stream, mixed, paired
 from p3net.data.splits import Split, SplitData
 from p3net.data.transforms import apply_to_points, default_backend, whole_view
 from p3net.errors import InputError
-from p3net.evaluation import calibrate, count_samples
+from p3net.evaluation import ImageResult, Scored, calibrated, count_samples, score
 from p3net.intervals import PUBLISHED, Pair, fit
 from p3net.methods.base import Method
 from p3net.methods.mean_teacher import MeanTeacher
@@ -255,9 +255,15 @@ def run(
         "zoom": chosen.views.zoom,
     }
 
+    held = prepared.data.validation
+    latest: list[Scored] = []  # of the last validation, which may be of the final weights
+
     def validate(network: nn.Module) -> dict[str, float]:
         counter = Counter(network, **sizes)
-        return metrics_on(counter, prepared.data.validation)
+        if not isinstance(network, P3Net):
+            return metrics_of(list(count_samples(counter, held)))
+        latest[:] = score(counter, held)
+        return metrics_of(latest)
 
     network = training.train(
         prepared.method,
@@ -267,31 +273,31 @@ def run(
         folder=folder,
         seed=chosen.seed,
         metadata=record,
-        validate=validate if len(prepared.data.validation) else None,
+        validate=validate if len(held) else None,
         report=report,
         resume=resume,
         cache=cache or Cache(folder / "cache"),
         world=world,
     )
     counter = Counter(network, **sizes, metadata=record)
-    if world.rank == 0 and len(prepared.data.validation) and isinstance(network, P3Net):
-        return _calibrate(counter, prepared.data.validation, folder / "model.safetensors")
+    if world.rank == 0 and len(held) and isinstance(network, P3Net):
+        scored = latest if chosen.recipe.choose == "last" and latest else score(counter, held)
+        return _calibrate(counter, scored, held.root, folder / "model.safetensors")
     return counter
 
 
-def _calibrate(counter: Counter, validation: Dataset, path: Path) -> Counter:
+def _calibrate(counter: Counter, scored: Sequence[Scored], data: str, path: Path) -> Counter:
     """Calibrate a model's intervals and write that into its file too."""
-    known = calibrate(counter, validation)
+    known = calibrated(counter, scored, data)
     _, record = checkpoint.read(path)
     checkpoint.save(path, counter.network, {**record, KEY: known.metadata[KEY]})
     return known
 
 
-def metrics_on(counter: Counter, dataset: Dataset) -> dict[str, float]:
-    """MAE, RMSE and NAE on a dataset's labelled images."""
+def metrics_of(results: Sequence[ImageResult | Scored]) -> dict[str, float]:
+    """MAE, RMSE and NAE of counted images."""
     import numpy as np
 
-    results = list(count_samples(counter, dataset))
     truth = np.array([each.truth for each in results], np.float64)
     counted = np.array([each.counted for each in results], np.float64)
     return {name: metric(truth, counted) for name, metric in METRICS.items()}

@@ -135,10 +135,10 @@ class VGG19(Backbone):
 
     def _wide_maps(self, normalised: Tensor) -> Tensor:
         """B×3×H×W → B×128×H/4×W/4, image by image: one's maps fit the cache, a batch's do not."""
-        lower = self.features[:10]
+        lower: Callable[[Tensor], Tensor] = self.features[:10]
         if len(normalised) == 1 or normalised.device.type != "cpu" or torch.compiler.is_compiling():
             return lower(normalised)
-        return torch.cat([lower(image) for image in normalised.split(1)])
+        return torch.cat([lower(image[None]) for image in normalised])
 
     def blocks(self) -> list[nn.Module]:
         """The five blocks between the pools."""
