@@ -185,7 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dropout": 0.0,
             "scaled_logits": True,
         },
-        "views": {"crop": 256},
+        "views": {"crop": 256, "zoom": 1.5},
         "streaming": {"labelled": 4, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {
@@ -198,6 +198,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "warmup": 100,
             "clip": 1.0,
             "channels_last": True,
+            "freeze": 3,
             "average": 0.998,
             "terms": {"ecr": {"weight": 10.0, "start": 100, "ramp": 100}},
             "choose": "last",

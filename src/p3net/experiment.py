@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from p3net import checkpoint, training
+from p3net.allocator import keep_freed_memory
 from p3net.configuration import Settings, Views
 from p3net.counting import Counter
 from p3net.data import splits
@@ -33,6 +34,7 @@ from p3net.metrics import METRICS
 from p3net.network.backbone import load_backbone, pretrained_file
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.recipe import Recipe
 from p3net.structures import Dataset
 from p3net.targets import densities
 from p3net.uncertainty import KEY
@@ -245,6 +247,7 @@ def run(
     the same images may share a cache.
     """
     world = world or training.World()
+    keep_freed_memory()
     record = json.loads(json.dumps(prepared.metadata))
     if world.rank == 0:
         _claim(folder, record, resume=resume)
@@ -269,7 +272,7 @@ def run(
         prepared.method,
         prepared.stream,
         chosen.views.augmentation(),
-        chosen.recipe,
+        _trainable(chosen),
         folder=folder,
         seed=chosen.seed,
         metadata=record,
@@ -284,6 +287,12 @@ def run(
         scored = latest if chosen.recipe.choose == "last" and latest else score(counter, held)
         return _calibrate(counter, scored, held.root, folder / "model.safetensors")
     return counter
+
+
+def _trainable(chosen: Settings) -> Recipe:
+    """The recipe, which freezes nothing that has never learned."""
+    frozen = 0 if chosen.weights == "none" else chosen.recipe.freeze
+    return chosen.recipe.model_copy(update={"freeze": frozen})
 
 
 def _calibrate(counter: Counter, scored: Sequence[Scored], data: str, path: Path) -> Counter:

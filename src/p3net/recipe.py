@@ -59,7 +59,9 @@ class Recipe(BaseModel):
     precision: Literal["float32", "bfloat16"] = "float32"
     channels_last: bool = False
     freeze: int = Field(
-        default=0, ge=0, description="blocks of the backbone, from below, left as they are"
+        default=0,
+        ge=0,
+        description="blocks of the backbone, from below, left as they are, unless weights: none",
     )
     terms: dict[str, Term] = Field(default_factory=lambda: {"ecr": Term(weight=0.01)})
     validate_every: int = Field(default=500, ge=1)

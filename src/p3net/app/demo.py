@@ -31,8 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "labelled": "5%",
         "stratified": True,
         "validation": "0",
-        "views": {"crop": 160},
+        "views": {"crop": 160, "zoom": 1.0},
         "recipe": {
+            "freeze": 0,
             "steps": 400,
             "warmup": 40,
             "average": 0.99,

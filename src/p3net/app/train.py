@@ -182,7 +182,7 @@ def _given(
 
 
 def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[str, Any]:
-    """The settings with what to start from; a model brings its network and its intervals."""
+    """The settings with what to start from; a model brings its network, intervals and zoom."""
     from p3net import checkpoint
     from p3net.configuration import merge
 
@@ -196,8 +196,12 @@ def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[s
     if start in ("imagenet", "none") or not checkpoint.is_model(start):
         return merge(given, {"weights": start})
     _, record = checkpoint.read(checkpoint.weights_file(start))
-    network = record.get("network", {}).get("architecture", {})
-    return merge({"network": network, "intervals": "auto"}, merge(given, {"weights": start}))
+    brought = {
+        "network": record.get("network", {}).get("architecture", {}),
+        "intervals": "auto",
+        "views": {"zoom": record.get("preparation", {}).get("zoom", 1.0)},
+    }
+    return merge(brought, merge(given, {"weights": start}))
 
 
 def _new_place(given: Mapping[str, Any]) -> bool:
