@@ -29,7 +29,7 @@ from p3net.methods.base import Method
 from p3net.methods.mean_teacher import MeanTeacher
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.ranking import Ranking
-from p3net.methods.supervised import Supervised
+from p3net.methods.supervised import Labelled, Supervised
 from p3net.metrics import METRICS
 from p3net.network.backbone import load_backbone, pretrained_file
 from p3net.network.p3net import P3Net
@@ -63,7 +63,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
     data = splits.apply(dataset, split)
     torch.manual_seed(chosen.seed)
     network, choice = _network(chosen, data, dataset.kind)
-    common: dict[str, Any] = {
+    common: Labelled = {
         "loss": chosen.loss,
         "sigma": chosen.sigma,
         "per_cell": chosen.per_cell,

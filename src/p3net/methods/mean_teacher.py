@@ -5,19 +5,18 @@ Shapes: B images, h×w cells.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Unpack, cast
 
 from torch import Tensor, nn
 
 from p3net.averaging import even
 from p3net.data.loading import Step
 from p3net.methods.base import Divisors, Losses
-from p3net.methods.supervised import Supervised
+from p3net.methods.supervised import Labelled, Supervised
 from p3net.methods.teacher import Teacher
 from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 from p3net.structures import Batch
-from p3net.targets import SIGMA
 
 
 class MeanTeacher(Supervised):
@@ -31,15 +30,12 @@ class MeanTeacher(Supervised):
         self,
         network: nn.Module,
         *,
-        loss: str = "pdm",
-        sigma: float = SIGMA,
-        per_cell: bool = False,
-        light: float = 0.0,
         strong: float = 0.5,
         hidden: float = 0.0,
         decay: float = 0.99,
+        **labelled: Unpack[Labelled],
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
+        super().__init__(network, **labelled)
         self.strong = strong
         self.hidden = hidden
         self.teacher = Teacher(network, decay, warmup=even)

@@ -10,7 +10,7 @@ Shapes: B images, C intervals, h×w cells.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from p3net.data.loading import Step
 from p3net.losses.ecr import confidence_mask, ecr
 from p3net.methods.base import Divisors, Losses
-from p3net.methods.supervised import Supervised
+from p3net.methods.supervised import Labelled, Supervised
 from p3net.methods.teacher import Teacher
 from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
-from p3net.targets import SIGMA
 
 Consistency = Callable[[Output, Output, Tensor], Tensor]
 """(output, plain, mask B×h×w) → B losses, each summed over the cells of the mask."""
@@ -69,17 +68,14 @@ class P3NetMethod(Supervised):
         self,
         network: nn.Module,
         *,
-        loss: str = "pdm",
         threshold: float = 0.5,
-        sigma: float = SIGMA,
-        per_cell: bool = False,
-        light: float = 0.0,
         strong: float = 0.0,
         hidden: float = 0.0,
         consistency: str = "densities",
         teacher: float = 0.0,
+        **labelled: Unpack[Labelled],
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
+        super().__init__(network, **labelled)
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden

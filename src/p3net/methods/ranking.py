@@ -5,7 +5,7 @@ Shapes: K concentric crops, B images, H×W pixels.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,8 @@ from p3net.data.loading import Step
 from p3net.errors import InputError
 from p3net.losses.ranking import ranking
 from p3net.methods.base import Divisors, Losses
-from p3net.methods.supervised import Supervised
+from p3net.methods.supervised import Labelled, Supervised
 from p3net.network.p3net import Output
-from p3net.targets import SIGMA
 
 CROPS = 5
 FACTOR = 0.75
@@ -57,14 +56,11 @@ class Ranking(Supervised):
         self,
         network: nn.Module,
         *,
-        loss: str = "pdm",
-        sigma: float = SIGMA,
-        per_cell: bool = False,
-        light: float = 0.0,
         crops: int = CROPS,
         factor: float = FACTOR,
+        **labelled: Unpack[Labelled],
     ) -> None:
-        super().__init__(network, loss=loss, sigma=sigma, per_cell=per_cell, light=light)
+        super().__init__(network, **labelled)
         self.crops = crops
         self.factor = factor
 

@@ -6,7 +6,7 @@ Shapes: B images, C intervals, h×w cells.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import TypedDict, cast
 
 from torch import Tensor, nn
 
@@ -63,6 +63,15 @@ def _points(batch: Batch) -> tuple[Tensor, ...]:
     if batch.points_xy is None:
         raise InputError("labelled crops were expected, these have no points")
     return batch.points_xy
+
+
+class Labelled(TypedDict, total=False):
+    """How every method learns from its labelled images: the words of `Supervised`."""
+
+    loss: str
+    sigma: float
+    per_cell: bool
+    light: float
 
 
 class Supervised(Method):
