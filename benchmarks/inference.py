@@ -39,9 +39,9 @@ from p3net.counting import Counter
 from p3net.data.catalogue import open_dataset
 from p3net.data.transforms import to_float
 from p3net.errors import InputError
-from p3net.network.backbone import load_backbone
 from p3net.network.cost import cost
 from p3net.network.p3net import Architecture, P3Net
+from p3net.network.weights import load_backbone
 from p3net.network.winograd import Conv3x3
 from p3net.runtimes import Exported
 

@@ -22,9 +22,9 @@ from p3net import hub
 from p3net.counting import Counter
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Intervals
-from p3net.network.backbone import read_weights
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.network.weights import read_weights
 from p3net.runtimes import DEFAULTS, Exported
 
 FORMAT = 1

@@ -31,9 +31,9 @@ from p3net.methods.p3net import P3NetMethod
 from p3net.methods.ranking import Ranking
 from p3net.methods.supervised import Labelled, Supervised
 from p3net.metrics import METRICS
-from p3net.network.backbone import load_backbone, pretrained_file
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
+from p3net.network.weights import load_backbone, pretrained_file
 from p3net.recipe import Recipe
 from p3net.structures import Dataset
 from p3net.targets import densities

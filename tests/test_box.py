@@ -1,0 +1,77 @@
+"""The model in the box: small, clean, and ready without a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import p3net
+from p3net import checkpoint
+from p3net.app.cli import cli
+from p3net.data import splits
+from p3net.data.catalogue import open_dataset
+
+BOX = Path(p3net.__file__).parent / "box"
+
+
+def test_it_fits_and_names_no_place_of_a_machine():
+    assert (BOX / "model.safetensors").stat().st_size <= 10_000_000
+    _, record = checkpoint.read(BOX / "model.safetensors")
+    assert record["settings"]["data"] == "sha:part_A + shb:part_B"
+    for text in (json.dumps(record), (BOX / "config.json").read_text(encoding="utf-8")):
+        assert "/" not in text.replace("train/sha/", "").replace("train/shb/", "")
+
+
+def test_it_learned_from_no_development_image():
+    split = splits.read(BOX / "split")
+    lists = Path(__file__).parent.parent / "experiments" / "lists"
+    held = splits.read_list(lists / "box-val.txt")
+    assert {f"train/{name}" for name in held} == set(split.validation)
+    assert (len(split.labelled), len(split.validation), len(split.test)) == (540, 160, 0)
+    assert checkpoint.read(BOX / "model.safetensors")[1]["split"]["hash"] == split.hash
+
+
+def test_a_photo_is_counted_without_naming_a_model(tmp_path):
+    sample = open_dataset("synthetic:5?train=1&val=0&test=0&size=192x256&most=60").samples[0]
+    with sample.open() as scene:
+        scene.save(tmp_path / "photo.png")
+    result = CliRunner().invoke(cli, ["count", str(tmp_path / "photo.png"), "--json"])
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.stdout.splitlines()[0])
+    assert line["count"] == pytest.approx(p3net.load().count(tmp_path / "photo.png").count)
+    assert line["interval"]["calibrated"]
+
+
+def test_bare_ground_is_nearly_empty():
+    draw = np.random.default_rng(0)
+    plain = np.full((240, 320, 3), 127, np.uint8)
+    grain = draw.integers(90, 160, (240, 320, 3)).astype(np.uint8)
+    slope = np.linspace(40, 220, 320, dtype=np.uint8)[None, :, None] + np.zeros(
+        (240, 1, 3), np.uint8
+    )
+    model = p3net.load()
+    assert [model.count(Image.fromarray(each)).count < 3 for each in (plain, grain, slope)]
+
+
+def test_learning_goes_on_from_it_by_default(tmp_path):
+    photos = tmp_path / "photos"
+    for sample in open_dataset("synthetic:5?train=3&val=0&test=0&size=96x128&most=20").samples:
+        photos.mkdir(exist_ok=True)
+        with sample.open() as scene:
+            scene.save(photos / sample.name)
+        lines = "".join(f"{x:.1f} {y:.1f}\n" for x, y in sample.marks().points_xy)
+        (photos / sample.name).with_suffix(".txt").write_text(lines)
+    words = ["train", str(photos), "--labelled", "2", "--validation", "0", "--steps", "1"]
+    words += ["--out", str(tmp_path / "run"), "--set", "recipe.workers=0", "--set", "views.crop=64"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    own = checkpoint.read(BOX / "model.safetensors")[1]
+    assert settings["weights"] == "box"
+    assert settings["network"] == own["network"]["architecture"]
+    assert settings["views"]["zoom"] == own["preparation"]["zoom"]
