@@ -23,7 +23,8 @@ def serve(
         Path | None,
         typer.Argument(
             metavar="MODEL",
-            help="A run's folder, or a file of weights. By default the newest run of --data.",
+            help="A run's folder, or a file of weights. By default the newest run of --data, or "
+            "without --data the model in the box.",
         ),
     ] = None,
     *,
@@ -44,13 +45,11 @@ def serve(
 
     p3net serve --data photos/                 mark, train, then count
 
-    p3net serve runs/square                    count
+    p3net serve runs/square                    count; without a model, with the one in the box
 
     Every change is on disk at once, in a folder that `p3net data` and `p3net train` read. With
     another --host the page can be reached from outside: the address then has a token in it.
     """
-    if model is None and data is None:
-        raise InputError("nothing to serve: give a MODEL to count with, --data to mark, or both")
     try:
         import fastapi
         import python_multipart
@@ -65,9 +64,11 @@ def serve(
     from p3net.app.web.server import create_app
     from p3net.app.web.session import Limits, Model, Session
     from p3net.app.web.store import Store
-    from p3net.checkpoint import load
+    from p3net.checkpoint import BOX, load
     from p3net.configuration import assignments
 
+    if model is None and data is None:
+        model = Path(BOX)
     assignments(assign or [])  # a wrong one is refused now, not when training starts
     limits = Limits()
     with ExitStack() as stack:
