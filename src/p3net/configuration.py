@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationErro
 
 from p3net.data.transforms import Augmentation
 from p3net.errors import InputError
-from p3net.methods.supervised import LABELLED
+from p3net.methods.supervised import LABELLED, TOTAL
 from p3net.network.p3net import Architecture
 from p3net.network.regressor import RegressorArchitecture
 from p3net.recipe import Recipe
@@ -92,6 +92,9 @@ class Settings(_Strict):
     light: float = Field(
         default=0.0, ge=0, le=1, description="change of light and colour of the labelled crops"
     )
+    total: bool = Field(
+        default=False, description="learn the labelled crops' counts as well as their densities"
+    )
     strong: float = Field(
         default=0.0,
         ge=0,
@@ -150,8 +153,8 @@ class Settings(_Strict):
         if self.network.kind == "regressor" and self.loss not in ("bl", "dm"):
             raise ValueError(f"a regressor has no intervals for loss {self.loss}; use bl or dm")
         for name in self.recipe.terms:
-            if name not in (*UNLABELLED, *LABELLED):
-                known = ", ".join((*UNLABELLED, *LABELLED))
+            if name not in (*UNLABELLED, *LABELLED, TOTAL):
+                known = ", ".join((*UNLABELLED, *LABELLED, TOTAL))
                 raise ValueError(f"recipe.terms.{name}: no loss is called so; use one of {known}")
         return self
 

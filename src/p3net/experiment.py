@@ -68,6 +68,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         "sigma": chosen.sigma,
         "per_cell": chosen.per_cell,
         "light": chosen.light,
+        "total": chosen.total,
     }
     views: dict[str, Any] = {"strong": chosen.strong, "hidden": chosen.hidden}
     method: Method

@@ -82,6 +82,18 @@ def test_per_cell_divides_by_the_cells():
     torch.testing.assert_close(value(mean, "pdm") * 16, value(summed, "pdm"))
 
 
+def test_the_crops_counts_are_learned_on_request():
+    net, batch, divisors = network(), labelled(1, 2), Divisors(2, 1)
+    assert set(Supervised(net)(Step(0, batch, None), divisors).terms) == {"pdm"}
+    losses = Supervised(net, total=True, per_cell=True)(Step(0, batch, None), divisors)
+    with torch.no_grad():
+        counts = net(batch.images).density.sum((1, 2)).tolist()
+    off = [abs(c - len(points)) for c, points in zip(counts, batch.points_xy, strict=True)]
+    assert value(losses, "total").item() == pytest.approx(sum(off) / 2 / 16, rel=1e-4)
+    value(losses, "total").backward()
+    assert net.tokens[0].grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("loss", LABELLED)
 def test_a_batch_of_two_is_the_mean_of_two_batches_of_one(loss):
     method = Supervised(network(), loss=loss)

@@ -186,10 +186,9 @@ def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[s
     from p3net import checkpoint
     from p3net.configuration import merge
 
-    if start is not None and "weights" in given:
-        raise InputError(f"--from {start} and weights={given['weights']} say the same; give one")
+    start = start or given.get("weights")
     if start is None:
-        own = {"weights", "network", "intervals", "loss"} & given.keys()
+        own = {"network", "intervals", "loss"} & given.keys()
         start = checkpoint.BOX if preset == PRESET and not own and _new_place(given) else None
     if start is None:
         return dict(given)

@@ -88,7 +88,7 @@ class P3NetMethod(Supervised):
             self.teacher.follow(self.network, step)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
-        """The labelled loss under its name, and "ecr"; one pass through the network for both."""
+        """The labelled losses under their names, and "ecr"; one pass through the network."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
         images = [batch.images for batch in batches]
         if step.labelled is not None:
@@ -106,7 +106,7 @@ class P3NetMethod(Supervised):
         labelled = len(step.labelled) if step.labelled is not None else 0
         if step.labelled is not None:
             part = _images(output, slice(0, labelled))
-            terms[self.loss] = self.labelled_loss(part, step.labelled, divisors)
+            terms |= self.labelled_terms(part, step.labelled, divisors)
         if step.unlabelled is not None:
             part = _images(output, slice(labelled, None))
             terms["ecr"], records = self.unlabelled_loss(part, plain or part, divisors)
