@@ -42,6 +42,7 @@ def test_a_photo_is_counted_without_naming_a_model(tmp_path):
         scene.save(tmp_path / "photo.png")
     result = CliRunner().invoke(cli, ["count", str(tmp_path / "photo.png"), "--json"])
     assert result.exit_code == 0, result.output
+    assert "the one in the box counts people" in result.stderr
     line = json.loads(result.stdout.splitlines()[0])
     assert line["count"] == pytest.approx(p3net.load().count(tmp_path / "photo.png").count)
     assert line["interval"]["calibrated"]

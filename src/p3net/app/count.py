@@ -141,6 +141,8 @@ def count(
     layout = _layout(points, points_to)
     areas = None if regions is None else read_regions(regions)
     counter = load(model, runtime=runtime)
+    if model not in words:
+        rows.note("no model named: the one in the box counts people in crowds")
 
     def count_one(image: Countable) -> Prediction:
         return counter.count(image, level=level, regions=areas, tile=tile, full_size=full_size)
