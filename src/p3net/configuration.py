@@ -104,9 +104,10 @@ class Settings(_Strict):
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
     )
-    consistency: Literal["densities", "relative"] = Field(
+    consistency: Literal["densities", "relative", "cumulative"] = Field(
         default="densities",
-        description="what ECR adds up: squared differences, or these relative to the density",
+        description="what ECR adds up: squared differences, these relative to the density, or "
+        "those of the cumulative distributions, as PDM does",
     )
     teacher: float = Field(
         default=0.0,

@@ -9,6 +9,7 @@ import torch
 from p3net.data.catalogue import open_dataset
 from p3net.data.loading import Step, loader, mixed, paired
 from p3net.data.transforms import Augmentation
+from p3net.losses.pdm import pdm
 from p3net.methods.base import Divisors
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.supervised import Supervised
@@ -173,7 +174,29 @@ def test_labelled_crops_are_learned_from_in_other_light():
         assert float(ours.detach()) != pytest.approx(float(plain.detach()))
 
 
-@pytest.mark.parametrize("consistency", ["densities", "relative"])
+def test_the_cumulative_consistency_is_pdm_where_the_plain_view_is_sure():
+    """A teacher sure of one interval everywhere is a label; the loss to it is PDM's own."""
+    net, unseen = network(), crops(3, 4, points=False)
+    method = P3NetMethod(net, threshold=0.0, strong=0.8, consistency="cumulative", teacher=0.9)
+    strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
+    labels = torch.tensor(np.random.default_rng(0).integers(0, 25, (2, 4, 4)))
+    sure = torch.nn.functional.one_hot(labels, 25).permute(0, 3, 1, 2).to(torch.float32)
+    mask = torch.ones(2, 4, 4, dtype=torch.bool)
+    mask[1, 2, 3] = False
+    plain = strong._replace(probabilities=(sure, sure))
+    loss = method.consistency(strong, plain, mask)
+    parts = [
+        pdm(p[:, :, row : row + 1, column : column + 1], labels[:, row : row + 1, column, None])
+        for p in strong.probabilities
+        for row, column in np.ndindex(4, 4)
+    ]
+    apart = [pdm(p[1:, :, 2:3, 3:4], labels[1:, 2:3, 3:4]) for p in strong.probabilities]
+    expected = torch.stack(parts).sum(0)
+    expected = expected - torch.stack([torch.zeros(()), torch.stack(apart).sum()])
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("consistency", ["densities", "relative", "cumulative"])
 def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str):
     net = network()
     method = P3NetMethod(net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9)

@@ -48,11 +48,25 @@ def _relative(output: Output, plain: Output, mask: Tensor) -> Tensor:
     return (apart * weigh).sum(dim=(1, 2))
 
 
+def _cumulative(output: Output, plain: Output, mask: Tensor) -> Tensor:
+    """PDM across two views: each branch's cumulative distribution against its own plain one.
+
+    A plain view in doubt between two intervals teaches that doubt, not a label.
+    """
+    each = zip(output.probabilities, plain.probabilities, strict=True)
+    apart = [(new - old.detach()).cumsum(dim=1).square().sum(dim=1) for new, old in each]
+    return torch.where(mask, torch.stack(apart).sum(0), 0.0).sum(dim=(1, 2))
+
+
 FEW = 0.05
 """Heads per cell below which a difference counts as on bare ground."""
 
-CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "relative": _relative}
-"""How far the branches are apart: as in eq:consistency, or (not the paper's) relative to it."""
+CONSISTENCIES: dict[str, Consistency] = {
+    "densities": _densities,
+    "relative": _relative,
+    "cumulative": _cumulative,
+}
+"""How far two views are apart: as in eq:consistency, or (not the paper's) in two other ways."""
 
 
 class P3NetMethod(Supervised):
