@@ -15,7 +15,6 @@ import torch
 import p3net
 from p3net import study, trial
 from p3net.app.experiment_report import cost_markdown, markdown
-from p3net.configuration import PRESETS
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 
@@ -95,9 +94,9 @@ def test_no_file_names_a_place_on_a_machine():
 
 
 def test_the_weights_of_ecr_keep_the_proportions_of_the_paper_at_small_scale():
-    table = study.read(FOLDER / "lambda.yaml")
-    own = PRESETS["quick"]["recipe"]["terms"]["ecr"]["weight"]
-    for each in study.trials(table, "small", seeds=1):
+    trials = list(study.trials(study.read(FOLDER / "lambda.yaml"), "small", seeds=1))
+    [own] = [each.settings.recipe.terms["ecr"].weight for each in trials if each.name == "0.01"]
+    for each in trials:
         weight = each.settings.recipe.terms["ecr"].weight if each.name != "0" else 0.0
         assert weight == pytest.approx(own * float(each.name) / 0.01)
 

@@ -177,8 +177,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "per_cell": True,
         "light": 0.8,
+        "total": True,
         "strong": 0.8,
-        "consistency": "relative",
+        "hidden": 0.3,
+        "consistency": "cumulative",
         "threshold": 0.0,
         "teacher": 0.99,
         "network": {
@@ -189,7 +191,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dropout": 0.0,
             "scaled_logits": True,
         },
-        "views": {"crop": 256, "zoom": 1.5},
+        "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
         "streaming": {"labelled": 4, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {
@@ -204,7 +206,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "channels_last": True,
             "freeze": 3,
             "average": 0.998,
-            "terms": {"ecr": {"weight": 10.0, "start": 100, "ramp": 100}},
+            "terms": {"total": {"weight": 20.0}, "ecr": {"start": 100, "ramp": 200}},
             "choose": "last",
         },
     },

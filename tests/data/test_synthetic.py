@@ -308,6 +308,8 @@ def test_most_keeps_what_is_below_it_and_redraws_the_rest():
     assert all(kept for kept, count in zip(same, counts, strict=True) if count == 0)
     assert not all(same)
     assert scenes_from_spec("1?train=2&val=0&test=0&most=30").root.endswith("&most=30")
-    for wrong in ("0", "2801", "x"):
+    empty = [render(1, 0, i, SMALL, 0) for i in range(20)]
+    assert all(len(points) == 0 for _, points in empty)
+    for wrong in ("-1", "2801", "x"):
         with pytest.raises(InputError):
             parse_spec(f"1?most={wrong}")

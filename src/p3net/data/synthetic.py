@@ -67,7 +67,8 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Read `SEED[?train=200&val=50&test=100&size=480x640&most=2800]`.
 
-    The size is height × width; `most` is the largest number of people drawn for a scene.
+    The size is height × width; `most` is the largest number of people drawn for a scene, 0 for
+    scenes without anybody.
 
     >>> parse_spec("7?train=20&size=240x320").size_hw
     (240, 320)
@@ -96,8 +97,8 @@ def parse_spec(text: str) -> Spec:
         raise InputError(
             "the seed must be ≥ 0 and each part from 0 to 100000 scenes", source=source
         )
-    if not 1 <= most <= MOST:
-        raise InputError(f"most is from 1 to {MOST} people, got {most}", source=source)
+    if not 0 <= most <= MOST:
+        raise InputError(f"most is from 0 to {MOST} people, got {most}", source=source)
     if not any(parts.values()):
         raise InputError("no scenes; ask for at least one of train, val, test", source=source)
     return Spec(seed, parts, (sizes[0], sizes[1]), most)
