@@ -21,7 +21,7 @@ from p3net.network.p3net import Architecture
 from p3net.network.regressor import RegressorArchitecture
 from p3net.recipe import Recipe
 
-UNLABELLED = ("ecr", "mt", "l2r")
+UNLABELLED = ("ecr", "soft", "mt", "l2r")
 """Losses on unlabelled images: of P³Net, Mean Teacher and learning to rank."""
 
 
@@ -104,10 +104,13 @@ class Settings(_Strict):
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
     )
-    consistency: Literal["densities", "relative", "cumulative"] = Field(
+    consistency: Literal["densities", "relative"] = Field(
         default="densities",
-        description="what ECR adds up: squared differences, these relative to the density, or "
-        "those of the cumulative distributions, as PDM does",
+        description="what ECR adds up: squared differences, or these relative to the density",
+    )
+    soft: bool = Field(
+        default=False,
+        description="PDM on unlabelled crops too: the plain view's distributions label the other",
     )
     teacher: float = Field(
         default=0.0,
@@ -180,7 +183,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "total": True,
         "strong": 0.8,
         "hidden": 0.3,
-        "consistency": "cumulative",
+        "consistency": "relative",
+        "soft": True,
         "threshold": 0.0,
         "teacher": 0.99,
         "network": {
@@ -206,7 +210,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "channels_last": True,
             "freeze": 3,
             "average": 0.998,
-            "terms": {"total": {"weight": 20.0}, "ecr": {"start": 100, "ramp": 200}},
+            "terms": {
+                "total": {"weight": 20.0},
+                "ecr": {"weight": 10.0, "start": 100, "ramp": 200},
+                "soft": {"start": 100, "ramp": 200},
+            },
             "choose": "last",
         },
     },

@@ -78,6 +78,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
             threshold=chosen.threshold,
             consistency=chosen.consistency,
             teacher=chosen.teacher,
+            soft=chosen.soft,
             **views,
             **common,
         )

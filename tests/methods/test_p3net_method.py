@@ -9,7 +9,7 @@ import torch
 from p3net.data.catalogue import open_dataset
 from p3net.data.loading import Step, loader, mixed, paired
 from p3net.data.transforms import Augmentation
-from p3net.losses.pdm import pdm
+from p3net.errors import InputError
 from p3net.methods.base import Divisors
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.supervised import Supervised
@@ -174,35 +174,39 @@ def test_labelled_crops_are_learned_from_in_other_light():
         assert float(ours.detach()) != pytest.approx(float(plain.detach()))
 
 
-def test_the_cumulative_consistency_is_pdm_where_the_plain_view_is_sure():
-    """A teacher sure of one interval everywhere is a label; the loss to it is PDM's own."""
+def test_soft_labels_are_pdm_against_the_plain_view_worked_by_hand():
     net, unseen = network(), crops(3, 4, points=False)
-    method = P3NetMethod(net, threshold=0.0, strong=0.8, consistency="cumulative", teacher=0.9)
-    strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
-    labels = torch.tensor(np.random.default_rng(0).integers(0, 25, (2, 4, 4)))
-    sure = torch.nn.functional.one_hot(labels, 25).permute(0, 3, 1, 2).to(torch.float32)
-    mask = torch.ones(2, 4, 4, dtype=torch.bool)
-    mask[1, 2, 3] = False
-    plain = strong._replace(probabilities=(sure, sure))
-    loss = method.consistency(strong, plain, mask)
-    parts = [
-        pdm(p[:, :, row : row + 1, column : column + 1], labels[:, row : row + 1, column, None])
-        for p in strong.probabilities
-        for row, column in np.ndindex(4, 4)
-    ]
-    apart = [pdm(p[1:, :, 2:3, 3:4], labels[1:, 2:3, 3:4]) for p in strong.probabilities]
-    expected = torch.stack(parts).sum(0)
-    expected = expected - torch.stack([torch.zeros(()), torch.stack(apart).sum()])
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    method = P3NetMethod(net, strong=0.8, soft=True, teacher=0.9)
+    with torch.no_grad():  # a teacher that differs from its student
+        for parameter in method.teacher.network.parameters():
+            parameter.add_(0.01)
+    losses = method(Step(0, None, unseen), Divisors(1, 2))
+    with torch.no_grad():
+        plain = method.teacher.network(unseen.images)
+        strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
+    total = 0.0
+    for p, r in zip(strong.probabilities, plain.probabilities, strict=True):
+        for image, row, column in np.ndindex(2, 4, 4):
+            new, old = (each[image, :, row, column].double().numpy() for each in (p, r))
+            total += sum((new[: j + 1].sum() - old[: j + 1].sum()) ** 2 for j in range(25))
+    assert float(losses.terms["soft"].detach()) == pytest.approx(total / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("consistency", ["densities", "relative", "cumulative"])
-def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str):
+def test_soft_labels_without_another_view_are_refused():
+    with pytest.raises(InputError, match="another view"):
+        P3NetMethod(network(), soft=True)
+
+
+@pytest.mark.parametrize("term", ["ecr", "soft"])
+@pytest.mark.parametrize("consistency", ["densities", "relative"])
+def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str, term: str):
     net = network()
-    method = P3NetMethod(net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9)
+    method = P3NetMethod(
+        net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9, soft=True
+    )
     before = [p.clone() for p in method.teacher.parameters()]
     losses = method(Step(0, None, crops(1, 2, points=False, size=64)), Divisors(1, 2))
-    losses.terms["ecr"].backward()
+    losses.terms[term].backward()
     assert all(p.grad is None for p in method.teacher.parameters())
     unmoved = [n for n, p in net.named_parameters() if p.grad is None or not p.grad.abs().sum()]
     assert unmoved == []

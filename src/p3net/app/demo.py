@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "validation": "0",
         "total": False,  # this and what follows as measured in docs/results.md
         "hidden": 0.0,
-        "consistency": "relative",
+        "soft": False,
         "views": {"crop": 160, "zoom": 1.0, "scale": [0.7, 1.3]},
         "recipe": {
             "freeze": 0,

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from p3net.data.loading import Step
+from p3net.errors import InputError
 from p3net.losses.ecr import confidence_mask, ecr
+from p3net.losses.pdm import soft_pdm
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Labelled, Supervised
 from p3net.methods.teacher import Teacher
@@ -48,25 +50,11 @@ def _relative(output: Output, plain: Output, mask: Tensor) -> Tensor:
     return (apart * weigh).sum(dim=(1, 2))
 
 
-def _cumulative(output: Output, plain: Output, mask: Tensor) -> Tensor:
-    """PDM across two views: each branch's cumulative distribution against its own plain one.
-
-    A plain view in doubt between two intervals teaches that doubt, not a label.
-    """
-    each = zip(output.probabilities, plain.probabilities, strict=True)
-    apart = [(new - old.detach()).cumsum(dim=1).square().sum(dim=1) for new, old in each]
-    return torch.where(mask, torch.stack(apart).sum(0), 0.0).sum(dim=(1, 2))
-
-
 FEW = 0.05
 """Heads per cell below which a difference counts as on bare ground."""
 
-CONSISTENCIES: dict[str, Consistency] = {
-    "densities": _densities,
-    "relative": _relative,
-    "cumulative": _cumulative,
-}
-"""How far two views are apart: as in eq:consistency, or (not the paper's) in two other ways."""
+CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "relative": _relative}
+"""How far the branches are apart: as in eq:consistency, or (not the paper's) relative to it."""
 
 
 class P3NetMethod(Supervised):
@@ -75,7 +63,9 @@ class P3NetMethod(Supervised):
     Not in the paper, and off by default: with `strong` or `hidden` above 0 the branches are
     compared across two views. Each branch's answer on a stronger view is drawn to the other
     branch's expectation on the plain one, which carries no gradient; the mask is that of the plain
-    view. With `teacher` above 0 averaged weights with that decay look at the plain view.
+    view. With `teacher` above 0 averaged weights with that decay look at the plain view. With
+    `soft` there is PDM on unlabelled images as well: each branch's distributions on the plain view
+    are the labels of the stronger one.
     """
 
     def __init__(
@@ -87,9 +77,15 @@ class P3NetMethod(Supervised):
         hidden: float = 0.0,
         consistency: str = "densities",
         teacher: float = 0.0,
+        soft: bool = False,
         **labelled: Unpack[Labelled],
     ) -> None:
         super().__init__(network, **labelled)
+        if soft and not (strong or hidden or teacher):
+            raise InputError(
+                "soft labels come from another view; set strong, hidden or teacher above 0"
+            )
+        self.soft = soft
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden
@@ -102,7 +98,7 @@ class P3NetMethod(Supervised):
             self.teacher.follow(self.network, step)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
-        """The labelled losses under their names, and "ecr"; one pass through the network."""
+        """The labelled losses under their names, "ecr" and "soft"; one pass through the network."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
         images = [batch.images for batch in batches]
         if step.labelled is not None:
@@ -124,6 +120,8 @@ class P3NetMethod(Supervised):
         if step.unlabelled is not None:
             part = _images(output, slice(labelled, None))
             terms["ecr"], records = self.unlabelled_loss(part, plain or part, divisors)
+            if self.soft and plain is not None:
+                terms["soft"] = self.soft_loss(part, plain, divisors)
         return Losses(terms, records)
 
     def unlabelled_loss(
@@ -145,6 +143,14 @@ class P3NetMethod(Supervised):
             "disagreement": float(apart),
         }
         return each.sum() / divisors.unlabelled, records
+
+    def soft_loss(self, output: Output, plain: Output, divisors: Divisors) -> Tensor:
+        """Mean over the step's unlabelled images of PDM against the plain view's distributions."""
+        pairs = zip(output.probabilities, plain.probabilities, strict=True)
+        each = torch.stack([soft_pdm(new, old) for new, old in pairs]).sum(0)
+        if self.per_cell:
+            each = each / output.density[0].numel()
+        return each.sum() / divisors.unlabelled
 
 
 def _images(output: Output, part: slice) -> Output:
