@@ -142,13 +142,15 @@ def shared_roles(counter: Counter, model: str | Path, dataset: Dataset) -> dict[
     folder = weights_file(model).parent / "split"
     if kind is None or not folder.is_dir():
         return {}
-    if dataset.kind == SYNTHETIC == kind:
+    rendered = dataset.kind == SYNTHETIC == kind
+    if rendered:
         specs = (counter.metadata["settings"]["data"], dataset.root)
         one, two = (parse_spec(spec.partition(":")[2]) for spec in specs)
         if (one.seed, one.size_hw) != (two.seed, two.size_hw):
             return {}
     split = splits.read(folder)
-    asked = {origin(dataset.kind, sample.key) for sample in dataset.samples}
+    origins = (origin(dataset.kind, sample.key) for sample in dataset.samples)
+    asked = {each for each in origins if rendered or each[0] != SYNTHETIC}
     used = {role: {origin(kind, k) for k in split.keys(role)} for role in splits.ROLES[:-1]}
     return {role: len(asked & keys) for role, keys in used.items() if asked & keys}
 
