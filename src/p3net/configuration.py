@@ -21,7 +21,7 @@ from p3net.network.p3net import Architecture
 from p3net.network.regressor import RegressorArchitecture
 from p3net.recipe import Recipe
 
-UNLABELLED = ("ecr", "soft", "mt", "l2r")
+UNLABELLED = ("ecr", "mt", "l2r")
 """Losses on unlabelled images: of P³Net, Mean Teacher and learning to rank."""
 
 
@@ -108,10 +108,6 @@ class Settings(_Strict):
         default="densities",
         description="what ECR adds up: squared differences, or these relative to the density",
     )
-    soft: bool = Field(
-        default=False,
-        description="PDM on unlabelled crops too: the plain view's distributions label the other",
-    )
     teacher: float = Field(
         default=0.0,
         ge=0,
@@ -182,9 +178,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "light": 0.8,
         "total": True,
         "strong": 0.8,
-        "hidden": 0.3,
         "consistency": "relative",
-        "soft": True,
         "threshold": 0.0,
         "teacher": 0.99,
         "network": {
@@ -196,7 +190,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "scaled_logits": True,
         },
         "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
-        "streaming": {"labelled": 4, "unlabelled": 4},
+        "streaming": {"labelled": 8, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {
             "steps": 1200,
@@ -212,8 +206,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "average": 0.998,
             "terms": {
                 "total": {"weight": 20.0},
-                "ecr": {"weight": 10.0, "start": 100, "ramp": 200},
-                "soft": {"start": 100, "ramp": 200},
+                "ecr": {"weight": 10.0, "start": 300, "ramp": 300},
             },
             "choose": "last",
         },

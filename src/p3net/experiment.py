@@ -78,7 +78,6 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
             threshold=chosen.threshold,
             consistency=chosen.consistency,
             teacher=chosen.teacher,
-            soft=chosen.soft,
             **views,
             **common,
         )

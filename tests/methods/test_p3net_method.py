@@ -9,7 +9,6 @@ import torch
 from p3net.data.catalogue import open_dataset
 from p3net.data.loading import Step, loader, mixed, paired
 from p3net.data.transforms import Augmentation
-from p3net.errors import InputError
 from p3net.methods.base import Divisors
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.supervised import Supervised
@@ -174,39 +173,13 @@ def test_labelled_crops_are_learned_from_in_other_light():
         assert float(ours.detach()) != pytest.approx(float(plain.detach()))
 
 
-def test_soft_labels_are_pdm_against_the_plain_view_worked_by_hand():
-    net, unseen = network(), crops(3, 4, points=False)
-    method = P3NetMethod(net, strong=0.8, soft=True, teacher=0.9)
-    with torch.no_grad():  # a teacher that differs from its student
-        for parameter in method.teacher.network.parameters():
-            parameter.add_(0.01)
-    losses = method(Step(0, None, unseen), Divisors(1, 2))
-    with torch.no_grad():
-        plain = method.teacher.network(unseen.images)
-        strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
-    total = 0.0
-    for p, r in zip(strong.probabilities, plain.probabilities, strict=True):
-        for image, row, column in np.ndindex(2, 4, 4):
-            new, old = (each[image, :, row, column].double().numpy() for each in (p, r))
-            total += sum((new[: j + 1].sum() - old[: j + 1].sum()) ** 2 for j in range(25))
-    assert float(losses.terms["soft"].detach()) == pytest.approx(total / 2, rel=1e-3)
-
-
-def test_soft_labels_without_another_view_are_refused():
-    with pytest.raises(InputError, match="another view"):
-        P3NetMethod(network(), soft=True)
-
-
-@pytest.mark.parametrize("term", ["ecr", "soft"])
 @pytest.mark.parametrize("consistency", ["densities", "relative"])
-def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str, term: str):
+def test_consistency_reaches_the_student_and_never_the_teacher(consistency: str):
     net = network()
-    method = P3NetMethod(
-        net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9, soft=True
-    )
+    method = P3NetMethod(net, threshold=0.0, strong=0.5, consistency=consistency, teacher=0.9)
     before = [p.clone() for p in method.teacher.parameters()]
     losses = method(Step(0, None, crops(1, 2, points=False, size=64)), Divisors(1, 2))
-    losses.terms[term].backward()
+    losses.terms["ecr"].backward()
     assert all(p.grad is None for p in method.teacher.parameters())
     unmoved = [n for n, p in net.named_parameters() if p.grad is None or not p.grad.abs().sum()]
     assert unmoved == []

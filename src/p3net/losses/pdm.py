@@ -52,32 +52,6 @@ def pdm(probabilities: Tensor, labels: Tensor, *, norm: int = 2, rooted: bool = 
     return cells.sum(dim=(1, 2))
 
 
-def soft_pdm(probabilities: Tensor, reference: Tensor) -> Tensor:
-    """PDM against distributions instead of labels: `Σ_j (G(r, j) − G(p, j))²`, summed over cells.
-
-    A reference in doubt between two intervals teaches that doubt. It carries no gradient. With all
-    of its mass on one interval it is a label, and the value is `pdm`'s:
-
-    >>> a = torch.tensor([0.2, 0.3, 0.5, 0.0]).reshape(1, 4, 1, 1)
-    >>> soft_pdm(a, torch.tensor([0.0, 1.0, 0.0, 0.0]).reshape(1, 4, 1, 1))
-    tensor([0.2900])
-
-    Args:
-        probabilities: B×C×H×W, a distribution over the intervals in every cell.
-        reference: the same shape.
-
-    Returns:
-        B values, each the sum over the cells of an image.
-    """
-    if probabilities.ndim != 4 or probabilities.shape != reference.shape:
-        raise InputError(
-            "expected two distributions B×C×H×W of one shape, "
-            f"got {tuple(probabilities.shape)} and {tuple(reference.shape)}"
-        )
-    gap = (probabilities - reference.detach()).cumsum(dim=1)
-    return gap.square().sum(dim=(1, 2, 3))
-
-
 def check_labels(distribution: Tensor, labels: Tensor) -> None:
     """Refuse labels (B×H×W) that do not name an interval for every cell of B×C×H×W."""
     if distribution.ndim != 4 or labels.shape != (len(distribution), *distribution.shape[2:]):

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from p3net.data.loading import Step
-from p3net.errors import InputError
 from p3net.losses.ecr import confidence_mask, ecr
-from p3net.losses.pdm import soft_pdm
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Labelled, Supervised
 from p3net.methods.teacher import Teacher
@@ -63,9 +61,7 @@ class P3NetMethod(Supervised):
     Not in the paper, and off by default: with `strong` or `hidden` above 0 the branches are
     compared across two views. Each branch's answer on a stronger view is drawn to the other
     branch's expectation on the plain one, which carries no gradient; the mask is that of the plain
-    view. With `teacher` above 0 averaged weights with that decay look at the plain view. With
-    `soft` there is PDM on unlabelled images as well: each branch's distributions on the plain view
-    are the labels of the stronger one.
+    view. With `teacher` above 0 averaged weights with that decay look at the plain view.
     """
 
     def __init__(
@@ -77,15 +73,9 @@ class P3NetMethod(Supervised):
         hidden: float = 0.0,
         consistency: str = "densities",
         teacher: float = 0.0,
-        soft: bool = False,
         **labelled: Unpack[Labelled],
     ) -> None:
         super().__init__(network, **labelled)
-        if soft and not (strong or hidden or teacher):
-            raise InputError(
-                "soft labels come from another view; set strong, hidden or teacher above 0"
-            )
-        self.soft = soft
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden
@@ -98,7 +88,7 @@ class P3NetMethod(Supervised):
             self.teacher.follow(self.network, step)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
-        """The labelled losses under their names, "ecr" and "soft"; one pass through the network."""
+        """The labelled losses under their names, and "ecr"; one pass through the network."""
         batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
         images = [batch.images for batch in batches]
         if step.labelled is not None:
@@ -120,8 +110,6 @@ class P3NetMethod(Supervised):
         if step.unlabelled is not None:
             part = _images(output, slice(labelled, None))
             terms["ecr"], records = self.unlabelled_loss(part, plain or part, divisors)
-            if self.soft and plain is not None:
-                terms["soft"] = self.soft_loss(part, plain, divisors)
         return Losses(terms, records)
 
     def unlabelled_loss(
@@ -143,14 +131,6 @@ class P3NetMethod(Supervised):
             "disagreement": float(apart),
         }
         return each.sum() / divisors.unlabelled, records
-
-    def soft_loss(self, output: Output, plain: Output, divisors: Divisors) -> Tensor:
-        """Mean over the step's unlabelled images of PDM against the plain view's distributions."""
-        pairs = zip(output.probabilities, plain.probabilities, strict=True)
-        each = torch.stack([soft_pdm(new, old) for new, old in pairs]).sum(0)
-        if self.per_cell:
-            each = each / output.density[0].numel()
-        return each.sum() / divisors.unlabelled
 
 
 def _images(output: Output, part: slice) -> Output:
