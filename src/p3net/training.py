@@ -135,10 +135,15 @@ class Run:
         if self.average is not None:
             checkpoint.fill(self.average, tensors, "average.", path)
         moments: dict[int, dict[str, Tensor]] = {}
+        parameters = _parameters(self.optimiser)
         for name, tensor in tensors.items():
             if name.startswith("optimiser."):
                 _, index, key = name.split(".", 2)
-                moments.setdefault(int(index), {})[key] = tensor.clone()
+                # In the parameter's own memory order: a fused kernel walks both side by side.
+                like = parameters[int(index)].detach()
+                like = like if like.shape == tensor.shape else tensor  # "step" is a number
+                kept = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+                moments.setdefault(int(index), {})[key] = kept
         self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": moments})
         self.step = int(record["step"])
         self.history = list(record["history"])

@@ -120,7 +120,7 @@ def test_the_summary_says_where_everything_is_and_what_to_type_next(tmp_path):
     assert re.search(r"validation MAE \d+\.\d\d  RMSE \d+\.\d\d", result.stdout)
     assert f"Next: p3net evaluate {out} '{DATA}' --split test" in result.stdout
     assert re.search(
-        r"step 3/3  pdm \S+  ecr \S+  mask \d+%  MAE \S+ at 3  \S+ images/s  0:00 left",
+        r"step 3/3  pdm \S+  total \S+  ecr \S+  mask \d+%  MAE \S+ at 3  \S+ images/s  0:00 left",
         result.stderr,
     )
     assert len(steps(out)) == 3
