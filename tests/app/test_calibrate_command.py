@@ -23,7 +23,8 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     network = P3Net(Architecture(backbone="small", layers=1, hidden=8))
-    checkpoint.save(folder / "model.safetensors", network, {"settings": {"data": DATA}})
+    about = {"settings": {"data": DATA}, "kind": "synthetic"}
+    checkpoint.save(folder / "model.safetensors", network, about)
     keys = tuple(f"train/{each.name}" for each in _train())
     splits.write(Split(keys[:2], keys[2:], (), ()), folder / "split")
     return folder

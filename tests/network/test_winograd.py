@@ -213,9 +213,10 @@ def test_pays_for_wide_layers_on_large_maps_only() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not pays(x, wide)
     deep = torch.zeros(512, 512, 3, 3)
-    assert pays(torch.zeros(1, 512, 16, 16), deep)
-    assert not pays(torch.zeros(1, 512, 12, 12), deep)
-    assert pays(torch.zeros(2, 512, 12, 12), deep)
+    assert not pays(torch.zeros(1, 512, 16, 16), deep)  # VGG's last, one crop of 256 px
+    assert pays(torch.zeros(2, 512, 16, 16), deep)
+    assert not pays(torch.zeros(3, 512, 12, 12), deep)
+    assert pays(torch.zeros(4, 512, 12, 12), deep)
 
 
 def spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -339,10 +339,10 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     """Whether `winograd_conv2d` applies and is faster than torch's own convolution.
 
     Measured layer by layer on one AVX-512 core, forward and backward: the transforms
-    need 64 channels on either side to be worth their while; transforming the weight needs 16
-    tiles (a 16×16 map); and a narrow layer needs more tiles than a wide one, about 128 at 64
+    need 64 channels on either side to be worth their while; transforming the weight needs 32
+    tiles (two 16×16 maps); and a narrow layer needs more tiles than a wide one, about 128 at 64
     channels, to outweigh the calls. So VGG's first layer never qualifies, and its last block
-    does from crops of 256 px on.
+    does from two crops of 256 px on.
     """
     k, c, *kernel = weight.shape
     if [c, *kernel] != [x.shape[1], 3, 3] or weight.dtype != x.dtype or not _eager(x):
