@@ -135,7 +135,7 @@ def shared_roles(counter: Counter, model: str | Path, dataset: Dataset) -> dict[
     """
     from p3net.checkpoint import weights_file
     from p3net.data import splits
-    from p3net.data.catalogue import SYNTHETIC, origin
+    from p3net.data.catalogue import SURFACES, SYNTHETIC, origin
     from p3net.data.synthetic import parse_spec
 
     kind = counter.metadata.get("kind")
@@ -150,7 +150,7 @@ def shared_roles(counter: Counter, model: str | Path, dataset: Dataset) -> dict[
             return {}
     split = splits.read(folder)
     origins = (origin(dataset.kind, sample.key) for sample in dataset.samples)
-    asked = {each for each in origins if rendered or each[0] != SYNTHETIC}
+    asked = {each for each in origins if rendered or each[0] not in (SYNTHETIC, SURFACES)}
     used = {role: {origin(kind, k) for k in split.keys(role)} for role in splits.ROLES[:-1]}
     return {role: len(asked & keys) for role, keys in used.items() if asked & keys}
 

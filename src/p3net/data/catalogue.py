@@ -15,6 +15,7 @@ from p3net.errors import InputError
 from p3net.structures import Dataset, Sample
 
 SYNTHETIC = "synthetic"
+SURFACES = "surfaces"
 JOINED = "joined"
 """The kind of several datasets in one."""
 
@@ -26,7 +27,10 @@ _LAYOUTS = BENCHMARKS | FORMATS
 def kinds() -> dict[str, str]:
     """What may stand before the colon, each with one line about it."""
     known = {name: layout.summary for name, layout in _LAYOUTS.items()}
-    return known | {SYNTHETIC: "rendered scenes: synthetic:SEED"}
+    return known | {
+        SYNTHETIC: "rendered scenes: synthetic:SEED",
+        SURFACES: "rendered gravel, leaves and the like, without anybody: surfaces:SEED",
+    }
 
 
 def open_dataset(spec: str | Path) -> Dataset:
@@ -44,6 +48,10 @@ def open_dataset(spec: str | Path) -> Dataset:
         from p3net.data.synthetic import scenes_from_spec
 
         return scenes_from_spec(rest)
+    if colon and kind == SURFACES:
+        from p3net.data.surfaces import surfaces_from_spec
+
+        return surfaces_from_spec(rest)
     if colon and kind in _LAYOUTS:
         if not rest:
             raise InputError(f"expected a path after {text}", source=text)
