@@ -104,6 +104,9 @@ class Settings(_Strict):
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
     )
+    shrink: float = Field(
+        default=1.0, gt=0, le=1, description="size of that view: as if from further away"
+    )
     consistency: Literal["densities", "relative"] = Field(
         default="densities",
         description="what ECR adds up: squared differences, or these relative to the density",

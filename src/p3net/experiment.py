@@ -76,6 +76,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         method = P3NetMethod(
             network,
             threshold=chosen.threshold,
+            shrink=chosen.shrink,
             consistency=chosen.consistency,
             teacher=chosen.teacher,
             **views,
