@@ -181,6 +181,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "light": 0.8,
         "total": True,
         "strong": 0.8,
+        "shrink": 0.67,
         "consistency": "relative",
         "threshold": 0.0,
         "teacher": 0.99,
@@ -192,8 +193,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dropout": 0.0,
             "scaled_logits": True,
         },
-        "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
-        "streaming": {"labelled": 8, "unlabelled": 4},
+        "views": {"crop": 384, "zoom": 1.5, "scale": [0.5, 1.7]},
+        "streaming": {"labelled": 4, "unlabelled": 2},
         "intervals": "fit",
         "recipe": {
             "steps": 1200,
@@ -209,7 +210,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "average": 0.998,
             "terms": {
                 "total": {"weight": 20.0},
-                "ecr": {"weight": 10.0, "start": 300, "ramp": 300},
+                "ecr": {"weight": 10.0, "start": 200, "ramp": 200},
             },
             "choose": "last",
         },
