@@ -119,10 +119,11 @@ class Settings(_Strict):
     )
     per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
     sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
-    intervals: Literal["auto", "published", "fit"] = Field(
+    intervals: Literal["auto", "published", "fit", "fit-views"] = Field(
         default="auto",
         description="auto: those of the model started from; published for the paper's sets, "
-        "fitted elsewhere",
+        "fitted elsewhere. fit: to the labelled images as they are counted; fit-views: as crops "
+        "show them, at all scales",
     )
     partition: Literal["uep", "uniform-length", "uniform-number"] = "uep"
     intervals_count: int = Field(default=25, ge=2, description="C, intervals of a branch")
@@ -195,9 +196,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "views": {"crop": 384, "zoom": 1.5, "scale": [0.5, 1.7]},
         "streaming": {"labelled": 4, "unlabelled": 2},
-        "intervals": "fit",
+        "intervals": "fit-views",
         "recipe": {
-            "steps": 1200,
+            "steps": 1000,
             "optimiser": "adamw",
             "learning_rate": 4e-4,
             "backbone_factor": 0.3,

@@ -10,7 +10,7 @@ Shapes: B images, C intervals, h×w cells.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Unpack, cast
 
 import torch
@@ -117,8 +117,8 @@ class P3NetMethod(Supervised):
         if len({batch.shape[1:] for batch in batches}) > 1:
             return [cast("Output", self.network(batch)) for batch in batches]
         output = cast("Output", self.network(torch.cat(batches)))
-        ends = [sum(map(len, batches[: index + 1])) for index in range(len(batches))]
-        return [_images(output, slice(a, b)) for a, b in pairwise((0, *ends))]
+        edges = accumulate(map(len, batches), initial=0)
+        return [_images(output, slice(start, stop)) for start, stop in pairwise(edges)]
 
     def unlabelled_loss(
         self, output: Output, plain: Output, divisors: Divisors
