@@ -15,6 +15,7 @@ import torch
 import p3net
 from p3net import study, trial
 from p3net.app.experiment_report import cost_markdown, markdown
+from p3net.configuration import read_yaml, settings
 from p3net.network.p3net import P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 
@@ -30,6 +31,14 @@ TINY: dict[str, Any] = {
     "streaming": {"labelled": 1, "unlabelled": 1},
     "recipe": {"steps": 2, "save_every": 1000},
 }
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_recipes_are_settings_of_a_run(path):
+    given = read_yaml(path)
+    chosen = settings({**given, "data": "photos"}, preset="quick", source=path)
+    assert chosen.recipe.steps == given["recipe"]["steps"]
+    assert (FOLDER.parent / chosen.validation).is_file()
 
 
 def test_no_table_is_missing():
