@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 import p3net
+from p3net.allocator import keep_freed_memory
 from p3net.counting import Counter
 from p3net.data.synthetic import render
 from p3net.network.p3net import Architecture, P3Net
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as `p3net count` does
     box = p3net.load()
     as_it_is = Counter(box.network, max_shorter_side=box.max_shorter_side)
     paper = Counter(P3Net(Architecture(scaled_logits=True)).eval())

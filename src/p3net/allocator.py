@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: the next training step asks for the same again.
+"""Freed memory stays with the process: the next step or image asks for the same again.
 
 glibc gives every large block back to the system as soon as it is freed, and each new one costs a
 fault and a cleared page for every 4 kB of it: a tenth of a training step.

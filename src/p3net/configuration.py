@@ -194,11 +194,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dropout": 0.0,
             "scaled_logits": True,
         },
-        "views": {"crop": 384, "zoom": 1.5, "scale": [0.5, 1.7]},
-        "streaming": {"labelled": 4, "unlabelled": 2},
+        "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
+        "streaming": {"labelled": 8, "unlabelled": 4},
         "intervals": "fit-views",
         "recipe": {
-            "steps": 600,
+            "steps": 800,
             "optimiser": "adamw",
             "learning_rate": 4e-4,
             "backbone_factor": 0.3,
@@ -211,7 +211,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "average": 0.998,
             "terms": {
                 "total": {"weight": 20.0},
-                "ecr": {"weight": 10.0, "start": 150, "ramp": 150},
+                "ecr": {"weight": 10.0, "start": 200, "ramp": 200},
             },
             "choose": "last",
         },

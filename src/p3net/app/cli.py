@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from p3net.allocator import keep_freed_memory
 from p3net.app import (
     calibrate,
     count,
@@ -87,6 +88,7 @@ def cost(
 
 def main() -> None:
     """Entry point: errors a user can mend are printed as one message, without a traceback."""
+    keep_freed_memory()  # image after image wants the same again
     try:
         cli()
     except InputError as error:
