@@ -12,7 +12,7 @@ import torch
 from p3net import checkpoint
 from p3net.configuration import PRESETS, Settings, assignments, merge, read_yaml, settings
 from p3net.errors import InputError
-from p3net.experiment import prepare, run, target_cells
+from p3net.experiment import prepare, run
 from p3net.network.p3net import P3Net
 
 DATA = "synthetic:3?train=8&val=2&test=2&size=96x128"
@@ -230,21 +230,6 @@ def test_intervals_are_fitted_on_the_labelled_images_or_published():
     published = prepare(tiny("paper", intervals="published"))
     assert published.metadata["chosen_intervals"] == {"how": "published"}
     assert len(published.method.network.intervals[0]) == 25  # type: ignore[union-attr]
-
-
-def test_intervals_can_be_fitted_to_what_crops_show_at_all_scales():
-    """Shrunk by two, heads stand four times as thick: an interval must reach there."""
-    views = {"scale": [0.5, 1.0], "crop": 32}
-    still = prepare(tiny(intervals="fit", views=views)).method.network.intervals
-    both = prepare(tiny(intervals="fit-views", views=views))
-    assert both.metadata["chosen_intervals"]["how"] == "fit-views"
-    highest = max(both.method.network.intervals[1].values)  # type: ignore[union-attr,index]
-    assert highest > 1.5 * max(still[1].values)  # type: ignore[union-attr,index]
-    cells = [
-        target_cells(both.data.labelled, 8.0, both.settings.views, scales)
-        for scales in ((0.5,), (0.5, 1.0))
-    ]
-    assert len(cells[1]) == pytest.approx(2 * len(cells[0]), rel=0.1)  # all weigh the same
 
 
 def test_supervised_has_no_unlabelled_crops():

@@ -104,9 +104,6 @@ class Settings(_Strict):
     hidden: float = Field(
         default=0.0, ge=0, lt=1, description="share of that view's squares painted over"
     )
-    shrink: float = Field(
-        default=1.0, gt=0, le=1, description="size of that view: as if from further away"
-    )
     consistency: Literal["densities", "relative"] = Field(
         default="densities",
         description="what ECR adds up: squared differences, or these relative to the density",
@@ -119,11 +116,10 @@ class Settings(_Strict):
     )
     per_cell: bool = Field(default=False, description="losses are means over cells instead of sums")
     sigma: float = Field(default=8.0, gt=0, description="σ of a head's Gaussian in pixels")
-    intervals: Literal["auto", "published", "fit", "fit-views"] = Field(
+    intervals: Literal["auto", "published", "fit"] = Field(
         default="auto",
         description="auto: those of the model started from; published for the paper's sets, "
-        "fitted elsewhere. fit: to the labelled images as they are counted; fit-views: as crops "
-        "show them, at all scales",
+        "fitted elsewhere",
     )
     partition: Literal["uep", "uniform-length", "uniform-number"] = "uep"
     intervals_count: int = Field(default=25, ge=2, description="C, intervals of a branch")
@@ -182,7 +178,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "light": 0.8,
         "total": True,
         "strong": 0.8,
-        "shrink": 0.67,
         "consistency": "relative",
         "threshold": 0.0,
         "teacher": 0.99,
@@ -196,22 +191,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
         "streaming": {"labelled": 8, "unlabelled": 4},
-        "intervals": "fit-views",
+        "intervals": "fit",
         "recipe": {
-            "steps": 800,
+            "steps": 1200,
             "optimiser": "adamw",
             "learning_rate": 4e-4,
             "backbone_factor": 0.3,
             "weight_decay": 1e-4,
             "schedule": "cosine",
-            "warmup": 60,
+            "warmup": 100,
             "clip": 1.0,
             "channels_last": True,
             "freeze": 3,
             "average": 0.998,
             "terms": {
                 "total": {"weight": 20.0},
-                "ecr": {"weight": 10.0, "start": 200, "ramp": 200},
+                "ecr": {"weight": 10.0, "start": 300, "ramp": 300},
             },
             "choose": "last",
         },

@@ -76,7 +76,6 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         method = P3NetMethod(
             network,
             threshold=chosen.threshold,
-            shrink=chosen.shrink,
             consistency=chosen.consistency,
             teacher=chosen.teacher,
             **views,
@@ -150,34 +149,19 @@ def _amount(key: str, text: str) -> splits.Amount | None:
         raise InputError(f"{key}: {error.message}, or the path of a list or a split") from None
 
 
-def target_cells(
-    dataset: Dataset, sigma: float, views: Views, scales: Sequence[float] = (1.0,)
-) -> torch.Tensor:
+def target_cells(dataset: Dataset, sigma: float, views: Views) -> torch.Tensor:
     """The target cells of whole labelled images, all in one row: what intervals are fitted to.
 
-    Images have the size at which they are counted, times each of the scales; of the larger ones
-    only every k-th cell is taken, so that all scales weigh the same.
+    Images have the size at which they are counted.
     """
     cells = []
     for sample in dataset.samples:
         with sample.open() as image:
             size_hw = upright_size_hw(image)
-        for scale in scales:
-            view = whole_view(
-                size_hw,
-                max_shorter_side=views.max_shorter_side * scale,
-                zoom=views.zoom * scale,
-            )
-            shown = torch.tensor(apply_to_points(sample.marks().points_xy, view))
-            every = max(1, round((scale / min(scales)) ** 2))
-            cells.append(densities([shown], view.size_hw, sigma=sigma).flatten()[::every])
+        view = whole_view(size_hw, max_shorter_side=views.max_shorter_side, zoom=views.zoom)
+        shown = torch.tensor(apply_to_points(sample.marks().points_xy, view))
+        cells.append(densities([shown], view.size_hw, sigma=sigma).flatten())
     return torch.cat(cells)
-
-
-def _scales(views: Views) -> tuple[float, ...]:
-    """Five scales over the range that crops are drawn from."""
-    low, high = views.scale
-    return tuple(low + (high - low) * part / 4 for part in range(5))
 
 
 def _network(
@@ -230,8 +214,7 @@ def _intervals(
         how = "published" if kind in PAPER_SETS else "fit"
     if how == "published":
         return PUBLISHED, {"how": how}
-    scales = _scales(chosen.views) if how == "fit-views" else (1.0,)
-    cells = target_cells(data.labelled, chosen.sigma, chosen.views, scales)
+    cells = target_cells(data.labelled, chosen.sigma, chosen.views)
     pair = fit(cells, partition=chosen.partition, count=chosen.intervals_count)
     facts = {"partition": chosen.partition, "count": len(pair[0]), "sigma": chosen.sigma}
     return pair, {"how": how, **facts}

@@ -12,7 +12,7 @@ from p3net.data.transforms import Augmentation
 from p3net.methods.base import Divisors
 from p3net.methods.p3net import P3NetMethod
 from p3net.methods.supervised import Supervised
-from p3net.methods.views import shrunk, strong_view
+from p3net.methods.views import strong_view
 from p3net.network.p3net import Architecture, P3Net
 from p3net.structures import Batch
 
@@ -157,33 +157,6 @@ def test_the_relative_consistency_is_a_weighted_square_across_views_worked_by_ha
                 total += gap**2 / (float(plain.density[cell]) + 0.05)
     assert kept > 0
     assert float(losses.terms["ecr"].detach()) == pytest.approx(total / 2, rel=1e-3)
-
-
-def test_a_view_from_further_away_is_compared_with_the_same_heads_worked_by_hand():
-    """Half the size: a cell of the small view holds four of the plain one."""
-    net, unseen = network(), crops(3, 4, points=False, size=64)
-    seen = crops(1, points=True, size=64)
-    method = P3NetMethod(net, threshold=0.1, shrink=0.5, consistency="relative")
-    losses = method(Step(0, seen, unseen), Divisors(1, 2))
-    with torch.no_grad():
-        plain = net(unseen.images)
-        small = net(shrunk(unseen.images, 0.5))
-    assert small.density.shape == (2, 4, 4)
-
-    def four(cells: torch.Tensor) -> torch.Tensor:
-        return cells[:, ::2, ::2] + cells[:, 1::2, ::2] + cells[:, ::2, 1::2] + cells[:, 1::2, 1::2]
-
-    sure = (plain.probabilities[0].amax(1) > 0.1) & (plain.probabilities[1].amax(1) > 0.1)
-    mask = four(sure.double()) == 4
-    assert int(mask.sum()) > 0
-    gaps = [
-        (small.expectations[branch] - four(plain.expectations[1 - branch])) ** 2
-        for branch in (0, 1)
-    ]
-    total = ((gaps[0] + gaps[1]) / (four(plain.density) + 0.05) * mask).sum()
-    assert float(losses.terms["ecr"].detach()) == pytest.approx(float(total) / 2, rel=1e-3)
-    alone = Supervised(net)(Step(0, seen, None), Divisors(1, 2)).terms["pdm"]
-    torch.testing.assert_close(losses.terms["pdm"], alone, rtol=1e-5, atol=1e-4)
 
 
 def test_labelled_crops_are_learned_from_in_other_light():

@@ -13,7 +13,7 @@ from p3net.data.loading import Step
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED
 from p3net.methods.base import Divisors, Losses
-from p3net.methods.supervised import LABELLED, Supervised, _count_error
+from p3net.methods.supervised import LABELLED, Supervised
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 from p3net.structures import Batch
@@ -88,21 +88,10 @@ def test_the_crops_counts_are_learned_on_request():
     losses = Supervised(net, total=True, per_cell=True)(Step(0, batch, None), divisors)
     with torch.no_grad():
         counts = net(batch.images).density.sum((1, 2)).tolist()
-    off = [
-        (c - len(points)) ** 2 / (c + 1) for c, points in zip(counts, batch.points_xy, strict=True)
-    ]
+    off = [abs(c - len(points)) for c, points in zip(counts, batch.points_xy, strict=True)]
     assert value(losses, "total").item() == pytest.approx(sum(off) / 2 / 16, rel=1e-4)
     value(losses, "total").backward()
     assert net.tokens[0].grad.abs().sum() > 0
-
-
-def test_a_doubtful_count_is_drawn_to_the_mean_of_what_may_be_true():
-    truth = torch.tensor([0.0, 0.0, 0.0, 6.0])  # the median is 0, the mean 1.5
-    for guess, sign in ((1.2, -1), (1.5, 0), (1.8, 1)):
-        counted = torch.full((4,), guess, requires_grad=True)
-        _count_error(counted, truth).sum().backward()
-        slope = float(counted.grad.sum())
-        assert slope == pytest.approx(0, abs=1e-5) if sign == 0 else slope * sign > 0.1
 
 
 @pytest.mark.parametrize("loss", LABELLED)

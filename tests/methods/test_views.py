@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from p3net.errors import InputError
-from p3net.methods.views import PATCH, regrid, shrunk, strong_view
+from p3net.methods.views import PATCH, strong_view
 
 
 def test_a_view_keeps_shape_and_range_and_differs_between_images() -> None:
@@ -47,21 +47,3 @@ def test_a_batch_equals_its_images() -> None:
 def test_every_image_needs_a_seed() -> None:
     with pytest.raises(InputError, match="as many seeds"):
         strong_view(torch.rand(2, 3, 32, 32), (1,), 0.5)
-
-
-@pytest.mark.parametrize("size_hw", [(4, 6), (3, 5), (12, 7), (1, 1)])
-def test_heads_are_shared_out_by_area_and_none_is_lost(size_hw) -> None:
-    """Beside cells cut into so many pieces that both grids' borders fall between them."""
-    cells = torch.rand(2, 6, 9, dtype=torch.float64)
-    moved = regrid(cells, size_hw)
-    rows, columns = size_hw
-    pieces = cells.repeat_interleave(rows, 1).repeat_interleave(columns, 2) / (rows * columns)
-    expected = pieces.reshape(2, rows, 6, columns, 9).sum((2, 4))
-    torch.testing.assert_close(moved, expected)
-
-
-def test_from_further_away_sides_are_whole_cells_and_light_stays() -> None:
-    image = torch.rand(1, 3, 1, 1).expand(2, 3, 96, 64)
-    small = shrunk(image, 0.7)
-    assert small.shape == (2, 3, 64, 48)  # 67.2 and 44.8, to multiples of 8
-    torch.testing.assert_close(small, image[..., :64, :48])

@@ -10,7 +10,6 @@ Shapes: B images, C intervals, h×w cells.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import Unpack, cast
 
 import torch
@@ -21,7 +20,7 @@ from p3net.losses.ecr import confidence_mask, ecr
 from p3net.methods.base import Divisors, Losses
 from p3net.methods.supervised import Labelled, Supervised
 from p3net.methods.teacher import Teacher
-from p3net.methods.views import regrid, shrunk, strong_view
+from p3net.methods.views import strong_view
 from p3net.network.p3net import Output
 
 Consistency = Callable[[Output, Output, Tensor], Tensor]
@@ -59,10 +58,10 @@ CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "relative": _r
 class P3NetMethod(Supervised):
     """PDM (or another labelled loss) and inter-branch Expectation Consistency Regularisation.
 
-    Not in the paper, and off by default: with `strong` or `hidden` above 0, or `shrink` below 1,
-    the branches are compared across two views. Each branch's answer on a harder view is drawn to
-    the other branch's expectation on the plain one, which carries no gradient; the mask is that of
-    the plain view. With `teacher` above 0 averaged weights with that decay look at the plain view.
+    Not in the paper, and off by default: with `strong` or `hidden` above 0 the branches are
+    compared across two views. Each branch's answer on a stronger view is drawn to the other
+    branch's expectation on the plain one, which carries no gradient; the mask is that of the plain
+    view. With `teacher` above 0 averaged weights with that decay look at the plain view.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class P3NetMethod(Supervised):
         threshold: float = 0.5,
         strong: float = 0.0,
         hidden: float = 0.0,
-        shrink: float = 1.0,
         consistency: str = "densities",
         teacher: float = 0.0,
         **labelled: Unpack[Labelled],
@@ -81,7 +79,6 @@ class P3NetMethod(Supervised):
         self.threshold = threshold
         self.strong = strong
         self.hidden = hidden
-        self.shrink = shrink
         self.consistency = CONSISTENCIES[consistency]
         self.teacher = Teacher(network, teacher) if teacher else None
 
@@ -91,34 +88,29 @@ class P3NetMethod(Supervised):
             self.teacher.follow(self.network, step)
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
-        """The labelled losses under their names, and "ecr"."""
-        images = [] if step.labelled is None else [self.labelled_view(step.labelled)]
+        """The labelled losses under their names, and "ecr"; one pass through the network."""
+        batches = [batch for batch in (step.labelled, step.unlabelled) if batch is not None]
+        images = [batch.images for batch in batches]
+        if step.labelled is not None:
+            images[0] = self.labelled_view(step.labelled)
         plain = None
-        if step.unlabelled is not None:
-            seen = step.unlabelled.images
-            if self.strong or self.hidden or self.teacher or self.shrink < 1:
-                with torch.no_grad():
-                    plain = cast("Output", (self.teacher or self.network)(seen))
-                seen = shrunk(seen, self.shrink) if self.shrink < 1 else seen
-                seen = strong_view(seen, step.unlabelled.seeds, self.strong, self.hidden)
-            images.append(seen)
-        outputs = self._see(images)
+        if step.unlabelled is not None and (self.strong or self.hidden or self.teacher):
+            with torch.no_grad():
+                plain = cast("Output", (self.teacher or self.network)(step.unlabelled.images))
+            images[-1] = strong_view(
+                step.unlabelled.images, step.unlabelled.seeds, self.strong, self.hidden
+            )
+        output = cast("Output", self.network(torch.cat(images)))
         terms: dict[str, Tensor] = {}
         records: dict[str, float] = {}
+        labelled = len(step.labelled) if step.labelled is not None else 0
         if step.labelled is not None:
-            terms |= self.labelled_terms(outputs[0], step.labelled, divisors)
+            part = _images(output, slice(0, labelled))
+            terms |= self.labelled_terms(part, step.labelled, divisors)
         if step.unlabelled is not None:
-            part = outputs[-1]
+            part = _images(output, slice(labelled, None))
             terms["ecr"], records = self.unlabelled_loss(part, plain or part, divisors)
         return Losses(terms, records)
-
-    def _see(self, batches: list[Tensor]) -> list[Output]:
-        """What the network says of each batch; of equal sizes in one pass."""
-        if len({batch.shape[1:] for batch in batches}) > 1:
-            return [cast("Output", self.network(batch)) for batch in batches]
-        output = cast("Output", self.network(torch.cat(batches)))
-        edges = accumulate(map(len, batches), initial=0)
-        return [_images(output, slice(start, stop)) for start, stop in pairwise(edges)]
 
     def unlabelled_loss(
         self, output: Output, plain: Output, divisors: Divisors
@@ -126,8 +118,6 @@ class P3NetMethod(Supervised):
         """Mean over the step's unlabelled images of ECR (eq:consistency), and where it acts."""
         p, q = plain.probabilities
         mask = confidence_mask(p, q, self.threshold)
-        if mask.shape != output.density.shape:
-            plain, mask = _on_grid(plain, mask, output.density.shape[1:])
         each = self.consistency(output, plain, mask)
         if self.per_cell:
             each = each / mask[0].numel()
@@ -141,14 +131,6 @@ class P3NetMethod(Supervised):
             "disagreement": float(apart),
         }
         return each.sum() / divisors.unlabelled, records
-
-
-def _on_grid(plain: Output, mask: Tensor, size: torch.Size) -> tuple[Output, Tensor]:
-    """A plain view's densities on the grid of a smaller view; sure where all below it is sure."""
-    size_hw = (size[0], size[1])
-    density, one, two = (regrid(each, size_hw) for each in (plain.density, *plain.expectations))
-    doubt = regrid((~mask).to(density), size_hw)
-    return Output(density, expectations=(one, two)), doubt < 1e-6
 
 
 def _images(output: Output, part: slice) -> Output:

@@ -63,16 +63,6 @@ TOTAL = "total"
 """The name of the loss on a crop's count."""
 
 
-def _count_error(counted: Tensor, truth: Tensor) -> Tensor:
-    """Squared errors of B counts over the counts themselves, as a Poisson's variance would be.
-
-    Its least value is at the mean of what may be true. That of an absolute error is at the median,
-    which is lower where a crop holds few people or doubtful ones; and it would be lower still if
-    the truth stood below the line.
-    """
-    return (counted - truth).square() / (counted.detach() + 1)
-
-
 def _points(batch: Batch) -> tuple[Tensor, ...]:
     if batch.points_xy is None:
         raise InputError("labelled crops were expected, these have no points")
@@ -93,7 +83,7 @@ class Supervised(Method):
     """One loss on the labelled part of a step.
 
     Not in the paper, and off by default: with `total` there is a second one, how far each crop's
-    count is off (`_count_error`). A squared distance of distributions hardly minds a little probability on every
+    count is off. A squared distance of distributions hardly minds a little probability on every
     cell of bare ground, but a count adds it all up.
     """
 
@@ -137,6 +127,6 @@ class Supervised(Method):
         intervals = getattr(self.network, "intervals", None)
         losses = {self.loss: LABELLED[self.loss](output, batch, target, cast("Pair", intervals))}
         if self.total:
-            losses[TOTAL] = _count_error(output.density.sum((1, 2)), target.sum((1, 2)))
+            losses[TOTAL] = (output.density.sum((1, 2)) - target.sum((1, 2))).abs()
         scale = divisors.labelled * (target[0].numel() if self.per_cell else 1)
         return {name: each.sum() / scale for name, each in losses.items()}

@@ -1,6 +1,6 @@
-"""Harder views of unlabelled crops: colour, light, noise, hidden squares; or from further away.
+"""Stronger views of unlabelled crops: colour, light, noise and hidden squares; same geometry.
 
-Shapes: B images, H×W pixels, h×w cells.
+Shapes: B images, H×W pixels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from p3net.errors import InputError
-from p3net.targets import CELL
 
 PATCH = 32
 """Side of a hidden square in pixels."""
@@ -62,29 +61,3 @@ def _view(image: Tensor, draws: torch.Generator, strength: float, hidden: float)
         covered = F.interpolate(covered, scale_factor=PATCH)[0, :, :height, :width]
         x = torch.where(covered.bool(), x.mean((1, 2), keepdim=True), x)
     return x.clamp(0, 1)
-
-
-def shrunk(images: Tensor, factor: float) -> Tensor:
-    """B×3×H×W → the same from further away: sides times `factor`, rounded to whole cells."""
-    size = [max(1, round(side * factor / CELL)) * CELL for side in images.shape[-2:]]
-    return F.interpolate(images, size=size, mode="bilinear", antialias=True).clamp(0, 1)
-
-
-def regrid(cells: Tensor, size_hw: tuple[int, int]) -> Tensor:
-    """B×h×w heads per cell → B×h'×w' on another grid over the same scene; none is lost.
-
-    >>> regrid(torch.tensor([[[1.0, 2.0, 3.0]]]), (1, 2))
-    tensor([[[2., 4.]]])
-    """
-    down, across = (
-        _overlap(old, new).to(cells) for old, new in zip(cells.shape[-2:], size_hw, strict=True)
-    )
-    return down @ cells @ across.T
-
-
-def _overlap(old: int, new: int) -> Tensor:
-    """new×old: the share of each of `old` even parts of a line that lies in each of `new`."""
-    borders = torch.arange(new + 1, dtype=torch.float64) * old / new
-    parts = torch.arange(old, dtype=torch.float64)
-    upper = torch.minimum(borders[1:, None], parts + 1)
-    return (upper - torch.maximum(borders[:-1, None], parts)).clamp_min(0)
