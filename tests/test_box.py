@@ -25,7 +25,8 @@ def test_it_fits_and_names_no_place_of_a_machine():
     _, record = checkpoint.read(BOX / "model.safetensors")
     data = "sha:part_A + shb:part_B + synthetic:7?train=60&val=0&test=0&most=0"
     assert record["settings"]["data"] == data
-    for text in (json.dumps(record), (BOX / "config.json").read_text(encoding="utf-8")):
+    files = [BOX / "config.json", BOX / "split" / "split.json"]
+    for text in (json.dumps(record), *(path.read_text(encoding="utf-8") for path in files)):
         assert "/" not in text
 
 
