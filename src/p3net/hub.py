@@ -104,13 +104,21 @@ def public(record: Mapping[str, Any]) -> dict[str, Any]:
             settings[key] = _places(value)
     split = dict(record.get("split", {}))
     if "how" in split:
-        facts = split["how"].items()
-        split["how"] = {k: _places(v) if isinstance(v, str) else v for k, v in facts}
+        split["how"] = public_facts(split["how"])
     calibration = record.get("calibration")
     if isinstance(calibration, Mapping) and isinstance(data := calibration.get("data"), str):
         calibration = {**calibration, "data": _places(data)}
     known = {"settings": settings, "split": split, "calibration": calibration}
     return {**record, **{key: value for key, value in known.items() if key in record}}
+
+
+def public_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """How a split was drawn, without the places.
+
+    >>> public_facts({"data": "sha:/home/ann/part_A", "seed": 1})
+    {'data': 'sha:part_A', 'seed': 1}
+    """
+    return {k: _places(v) if isinstance(v, str) else v for k, v in facts.items()}
 
 
 def _places(text: str) -> str:

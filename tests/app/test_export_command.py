@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from p3net import checkpoint, export
 from p3net.app.cli import cli
+from p3net.data import splits
+from p3net.data.splits import Split
 from p3net.errors import InputError
 from p3net.export import Parity
 from p3net.network.p3net import Architecture, P3Net
@@ -59,12 +61,30 @@ def test_a_folder_for_the_hub(model, tmp_path, monkeypatch):
     assert "hub/ann/square" in result.stdout
 
 
+def test_lists_of_images_without_the_maker_s_places(model, tmp_path):
+    split = Split(("train/a",), validation=("train/b",), how={"data": f"sha:{tmp_path}/part_A"})
+    splits.write(split, Path(model) / "split")
+    result = run(model, tmp_path / "out", "--lists")
+    assert result.exit_code == 0, result.output
+    found = splits.read(tmp_path / "out" / "split")
+    assert found == split
+    assert found.how == {"data": "sha:part_A"}
+
+
+def test_lists_that_are_not_there_leave_nothing(model, tmp_path):
+    result = run(model, tmp_path / "out", "--lists")
+    assert isinstance(result.exception, InputError)
+    assert "cannot read the split" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("out.tflite",), "expected OUT.onnx, OUT.xml or a folder"),
         (("out.onnx", "--licence", "mit"), "go with a folder"),
         (("out.xml", "--push", "a/b"), "go with a folder"),
+        (("out.xml", "--lists"), "go with a folder"),
     ],
 )
 def test_words_that_do_not_fit(model, tmp_path, monkeypatch, words, message):

@@ -26,6 +26,12 @@ def export(
     half: Annotated[
         bool, typer.Option("--half", help="Of a folder's weights keep 16 bits: half the size.")
     ] = False,
+    lists: Annotated[
+        bool,
+        typer.Option(
+            "--lists", help="With a folder, name the images it learned from and was judged on."
+        ),
+    ] = False,
     push: Annotated[
         str | None,
         typer.Option(metavar="USER/NAME", help="Push the folder to the Hugging Face hub as well."),
@@ -38,21 +44,29 @@ def export(
     The file takes images of any number and size, RGB in [0, 1], and gives the density and its
     variance.
     """
+    from dataclasses import replace
+
     from p3net import export as exporting
+    from p3net import hub
     from p3net.app.console import console, stderr
     from p3net.checkpoint import load
+    from p3net.data import splits
     from p3net.errors import InputError
     from p3net.runtimes import DEFAULTS
 
     to_folder = out.suffix not in DEFAULTS
     if to_folder and out.suffix:
         raise InputError("expected OUT.onnx, OUT.xml or a folder", source=out)
-    if not to_folder and (licence or push or half):
-        raise InputError("--licence, --half and --push go with a folder", source=out)
+    if not to_folder and (licence or push or half or lists):
+        raise InputError("--licence, --half, --lists and --push go with a folder", source=out)
     counter = load(model)
+    split = splits.read(Path(model) / "split") if lists else None
     if to_folder:
         exporting.save_pretrained(counter, out, licence=licence, half=half)
-        console.print(f"{out}: weights, config.json and a model card", markup=False)
+        if split is not None:
+            splits.write(replace(split, how=hub.public_facts(split.how)), out / "split")
+        also = ", the lists of its images" if lists else ""
+        console.print(f"{out}: weights{also}, config.json and a model card", markup=False)
         if push is not None:
             address = exporting.push_to_hub(counter, push, licence=licence)
             console.print(f"pushed to {address}, private", markup=False)
