@@ -51,7 +51,16 @@ def p3net(backbone: str, **more: object) -> P3Net:
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("vgg19", 0), ("vgg19", 1), ("small", 0), ("lite0", 0), ("lite0", 1)]
+    ("name", "number"),
+    [
+        ("vgg19", 0),
+        ("vgg19", 1),
+        ("vgg19-merged", 1),
+        ("vgg19-merged", 2),
+        ("small", 0),
+        ("lite0", 0),
+        ("lite0", 1),
+    ],
 )
 @torch.no_grad()
 def test_beyond_its_halo_nothing_has_any_influence(name, number):
@@ -143,6 +152,8 @@ CASES = [
     ("small", "authors", (101, 149), (64,)),  # runs whole
     ("lite0", "cover", (133, 181), (64, 128, None)),
     ("vgg19", "cover", (69, 101), (64,)),
+    ("vgg19-merged", "cover", (69, 101), (64,)),
+    ("vgg19-merged", "authors", (69, 101), (64,)),  # runs whole
     ("vgg19", "authors", (69, 101), (64, None)),
 ]
 

@@ -217,6 +217,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 The authors' crops of ShanghaiTech A (256 px) are a matter of the data: `--set views.crop=256`.
 """
 
+_QUICK_VGG: dict[str, Any] = {
+    "views": {"zoom": 1.0},
+    "streaming": {"labelled": 4, "unlabelled": 2},
+    "recipe": {"backbone_factor": 0.05},
+}
+
+WITH_BACKBONE: dict[tuple[str, str], dict[str, Any]] = {
+    ("quick", "vgg19"): _QUICK_VGG,
+    ("quick", "vgg19-merged"): _QUICK_VGG,
+}
+"""What a preset sets otherwise for a backbone that the user names: `quick` was set for Lite0."""
+
 
 def settings(
     given: Mapping[str, Any], *, preset: str = "paper", source: str | Path | None = None
@@ -224,8 +236,9 @@ def settings(
     """Validate what a user gave over a preset; errors name the key and the remedy."""
     if preset not in PRESETS:
         raise InputError(f"unknown preset {preset!r}; use one of {', '.join(PRESETS)}")
-    base = dict(PRESETS[preset])
     asked = given.get("network")
+    backbone = str(asked.get("backbone")) if isinstance(asked, Mapping) else ""
+    base = merge(PRESETS[preset], WITH_BACKBONE.get((preset, backbone), {}))
     if isinstance(asked, Mapping) and asked.get("kind") == "regressor":  # what it shares with P³Net
         shared = base.get("network", {}).keys() & RegressorArchitecture.model_fields.keys()
         base["network"] = {key: base["network"][key] for key in shared - {"kind"}}

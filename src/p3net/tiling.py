@@ -155,7 +155,7 @@ def feature_map(
         height, width = (
             -(-side // backbone.multiple) * backbone.multiple for side in (height, width)
         )
-    elif not isinstance(backbone, VGG19):  # whose pools drop what does not fill a position
+    elif type(backbone) is not VGG19:  # whose pools drop what does not fill a position
         whole: Tensor = backbone(_image(pixels).to(backbone.mean.device), pad=False)
         return whole
     stages = backbone.stages()

