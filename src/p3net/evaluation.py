@@ -13,7 +13,7 @@ from p3net.counting import Counter
 from p3net.data.images import upright_size_hw
 from p3net.errors import InputError
 from p3net.metrics import Estimate, summarise
-from p3net.prediction import Prediction
+from p3net.prediction import Interval, Prediction
 from p3net.structures import Dataset, Sample, inside
 
 LEVELS: dict[str, tuple[float, float]] = {
@@ -28,12 +28,13 @@ LEVELS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
-    """One image: what is there and what was counted."""
+    """One image: what is there and what was counted, and the interval of that, if any."""
 
     key: str
     truth: int
     counted: float
     tags: Mapping[str, str]
+    interval: Interval | None = None
 
     @property
     def error(self) -> float:
@@ -51,13 +52,31 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """How intervals fared on images whose true count is known.
+
+    Attributes:
+        images: how many.
+        level: what was asked for.
+        share: of the images whose interval holds the true count.
+        width: of the intervals, mean over the images, in heads.
+    """
+
+    images: int
+    level: float
+    share: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """All results of a dataset and their summaries."""
+    """All results of a dataset and their summaries; coverage where intervals are calibrated."""
 
     results: tuple[ImageResult, ...]
     overall: Group
     by_level: tuple[Group, ...]
     by_weather: tuple[Group, ...]
+    coverage: Coverage | None = None
 
 
 def true_count(sample: Sample) -> int:
@@ -72,7 +91,7 @@ def count_samples(
 ) -> Iterator[ImageResult]:
     """Count the labelled images one by one."""
     for sample, truth, prediction in _counted(counter, dataset, progress):
-        yield ImageResult(sample.key, truth, prediction.count, sample.tags)
+        yield ImageResult(sample.key, truth, prediction.count, sample.tags, prediction.interval)
 
 
 def _counted(
@@ -94,6 +113,7 @@ def evaluate(
 ) -> Evaluation:
     """MAE, RMSE and NAE on whole images: overall, by density level, by weather where known."""
     results = tuple(count_samples(counter, dataset, progress))
+    intervals = [(r.truth, r.interval) for r in results if r.interval and r.interval.calibrated]
     weathers = sorted({r.tags["weather"] for r in results if "weather" in r.tags})
     levels = (
         group(name, [r for r in results if low <= r.truth < high])
@@ -108,6 +128,7 @@ def evaluate(
         overall=group("all", list(results)),
         by_level=tuple(each for each in levels if each.images),
         by_weather=tuple(each for each in by_weather if each.images),
+        coverage=_coverage(intervals) if intervals else None,
     )
 
 
@@ -136,23 +157,6 @@ class Scored:
     def score(self) -> float:
         """Truth less counted, in spreads."""
         return (self.truth - self.counted) / self.spread
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """How intervals fared on images whose true count is known.
-
-    Attributes:
-        images: how many.
-        level: what was asked for.
-        share: of the images whose interval holds the true count.
-        width: of the intervals, mean over the images, in heads.
-    """
-
-    images: int
-    level: float
-    share: float
-    width: float
 
 
 def score(
@@ -194,11 +198,19 @@ def held_out(scored: Sequence[Scored], level: float) -> Coverage:
     """Coverage of each image's interval, calibrated on all the others (leave one out)."""
     if len(scored) < 2:
         raise InputError(f"two images at least are needed, got {len(scored)}")
-    held, widths = 0, 0.0
+    found = []
     for index, each in enumerate(scored):
         others = [*scored[:index], *scored[index + 1 :]]
         calibration = uncertainty.Calibration(tuple(other.score for other in others))
-        found = uncertainty.interval(each.counted, each.spread, level, calibration)
-        held += found.low <= each.truth <= found.high
-        widths += found.high - found.low
-    return Coverage(len(scored), level, held / len(scored), widths / len(scored))
+        found.append(
+            (each.truth, uncertainty.interval(each.counted, each.spread, level, calibration))
+        )
+    return _coverage(found)
+
+
+def _coverage(found: Sequence[tuple[int, Interval]]) -> Coverage:
+    """Of true counts and their intervals, all of one level."""
+    held = [each.low <= truth <= each.high for truth, each in found]
+    widths = [each.high - each.low for _, each in found]
+    images = len(found)
+    return Coverage(images, found[0][1].level, sum(held) / images, sum(widths) / images)

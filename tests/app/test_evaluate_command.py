@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -150,6 +151,32 @@ def test_weather_and_missing_figures_in_json():
     assert json.loads(text)["by_weather"]["fog"]["mae"]["value"] == 1.0
     assert shown(fog.metrics["nae"]) == "–"
     assert shown(Estimate(1234.5, 0.21, 2000)) == "1,234.5 (0.2–2,000)"
+
+
+def test_intervals_are_judged_where_they_are_calibrated(run_folder, tmp_path):
+    plain = json.loads(run(run_folder, SCENES, "--json").stdout)
+    assert plain["coverage"] is None
+    assert not plain["per_image"][0]["interval"]["calibrated"]
+    counter = checkpoint.load(run_folder)
+    path = tmp_path / "known.safetensors"
+    own = [(r["truth"] - r["counted"]) for r in plain["per_image"]]
+    units = [r["interval"]["high"] - r["counted"] for r in plain["per_image"]]
+    times = NormalDist().inv_cdf(0.95)  # of the uncalibrated intervals at 90 %
+    scores = sorted(abs(e) * times / u for e, u in zip(own, units, strict=True))
+    middle = scores[2] * 1.0001  # as wide as to hold three of the five scenes
+    checkpoint.save(
+        path,
+        counter.network,
+        {**counter.metadata, "calibration": {"scores": [middle] * 10}},
+    )
+    found = json.loads(run(path, SCENES, "--json", "--csv", tmp_path / "out.csv").stdout)
+    assert found["coverage"]["level"] == 0.9
+    assert found["coverage"]["share"] == pytest.approx(3 / 5)
+    with (tmp_path / "out.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    widths = [float(each["high"]) - float(each["low"]) for each in lines]
+    assert found["coverage"]["width"] == pytest.approx(sum(widths) / 5, abs=1e-3)
+    assert "hold the true count of 60% of 5" in " ".join(run(path, SCENES).stdout.split())
 
 
 def test_the_cases_are_the_extremes_and_the_middle():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,19 +163,26 @@ def record(found: Evaluation) -> dict[str, Any]:
     """An evaluation as JSON; figures that do not exist are null."""
     groups = {"by_level": found.by_level, "by_weather": found.by_weather}
     images = [
-        {"key": r.key, "truth": r.truth, "counted": r.counted, "error": r.error, **r.tags}
+        {
+            "key": r.key,
+            "truth": r.truth,
+            "counted": r.counted,
+            "error": r.error,
+            "interval": None if r.interval is None else asdict(r.interval),
+            **r.tags,
+        }
         for r in found.results
     ]
     return {
         **_group(found.overall),
         **{name: {each.name: _group(each) for each in group} for name, group in groups.items()},
+        "coverage": None if found.coverage is None else asdict(found.coverage),
         "per_image": images,
     }
 
 
 def _group(group: Group) -> dict[str, Any]:
     import math
-    from dataclasses import asdict
 
     metrics = {name: asdict(estimate) for name, estimate in group.metrics.items()}
     finite = {
@@ -185,16 +193,18 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def write_csv(path: Path, results: Sequence[ImageResult]) -> None:
-    """A line for every image: key, truth, counted, error and what the set says of it."""
+    """A line for every image: key, truth, counted, error, interval, what the set says of it."""
     import csv
 
     tags = sorted({tag for result in results for tag in result.tags})
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
-        writer.writerow(["image", "truth", "counted", "error", *tags])
+        writer.writerow(["image", "truth", "counted", "error", "low", "high", *tags])
         for r in results:
-            own = [r.tags.get(tag, "") for tag in tags]
-            writer.writerow([r.key, r.truth, f"{r.counted:.4f}", f"{r.error:.4f}", *own])
+            figures = [f"{r.counted:.4f}", f"{r.error:.4f}", "", ""]
+            if r.interval is not None:
+                figures[2:] = f"{r.interval.low:.4f}", f"{r.interval.high:.4f}"
+            writer.writerow([r.key, r.truth, *figures, *(r.tags.get(tag, "") for tag in tags)])
 
 
 def cases(counter: Counter, dataset: Dataset, results: Sequence[ImageResult]) -> Image.Image:
@@ -255,6 +265,12 @@ def _print_tables(found: Evaluation, title: str) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if (of := found.coverage) is not None:
+        console.print(
+            f"{of.level:.0%} intervals hold the true count of {of.share:.0%} of {of.images:,} "
+            f"images; mean width {of.width:,.1f}",
+            soft_wrap=True,
+        )
 
 
 def _row(group: Group) -> tuple[str, ...]:
