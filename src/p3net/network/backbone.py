@@ -148,8 +148,8 @@ class VGG19(Backbone):
 class VGG19Merged(VGG19):
     """VGG-19, its maps of strides 8 and 16 merged: stride 8, 256 channels.
 
-    Not the paper's: small heads are seen twice as finely as at stride 16. The two maps differ in
-    size by an order, so each position's channels are first scaled to a mean square of one.
+    Not the paper's: small heads are seen twice as finely as at stride 16. Nothing in VGG-19
+    bounds its activations, so each position's channels are first scaled to a mean square of one.
     """
 
     stride = 8
