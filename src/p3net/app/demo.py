@@ -377,9 +377,11 @@ def verdict(mae: Mapping[str, float], apart: Estimate) -> str:
             f"({figures}). Other labels may give another answer: p3net demo --seed 2."
         )
     words = f"The unlabelled scenes helped: ECR lowered the error by {share:.0%} ({figures})"
+    other = "Other labels may show less: p3net demo --seed 2."
     if ours <= every:
-        return f"{words}, as far as labelling everything did."
-    return f"{words}, {(labels - ours) / (labels - every):.0%} of the way to labelling everything."
+        return f"{words}, as far as labelling everything did. {other}"
+    part = (labels - ours) / (labels - every)
+    return f"{words}, {part:.0%} of the way to labelling everything. {other}"
 
 
 def _print_table(results: Mapping[str, Any]) -> None:
