@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from p3net import checkpoint, export
+from p3net import checkpoint, export, hub
 from p3net.app.cli import cli
 from p3net.data import splits
 from p3net.data.splits import Split
@@ -50,14 +50,14 @@ def test_a_file_is_made_and_the_difference_told(model, tmp_path, monkeypatch, na
 def test_a_folder_for_the_hub(model, tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(
-        export, "push_to_hub", lambda _counter, name, **_how: pushed.append(name) or f"hub/{name}"
+        hub, "upload", lambda folder, name: pushed.append((folder, name)) or f"hub/{name}"
     )
     result = run(model, tmp_path / "out", "--licence", "mit", "--push", "ann/square")
     assert result.exit_code == 0, result.output
     names = {each.name for each in (tmp_path / "out").iterdir()}
     assert names == {"model.safetensors", "config.json", "README.md"}
     assert 'license: "mit"' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert pushed == ["ann/square"]
+    assert pushed == [(tmp_path / "out", "ann/square")]
     assert "hub/ann/square" in result.stdout
 
 

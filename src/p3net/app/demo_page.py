@@ -207,9 +207,8 @@ scenes alone, the network is off by {few:.1f} of them; with labels everywhere, b
 scene (95&nbsp;% interval {interval}, scene by scene on the same scenes), to {ours:.1f}.
 {READINGS[results["outcome"]]}</p>
 <p>What this does not show: rendered scenes are easier than photographs, the network is small, and
-one seed is one draw of {labels} labelled scenes: over five of them the gain is a few per cent on
-average, and one loses. The figures of all five and of real crowds are in
-<code>docs/results.md</code>.</p>"""
+one seed is one draw of {labels} labelled scenes: another may show less. The figures of several
+seeds and of real crowds are in <code>docs/results.md</code>.</p>"""
 
 
 READINGS = {

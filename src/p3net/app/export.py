@@ -49,7 +49,7 @@ def export(
     from p3net import export as exporting
     from p3net import hub
     from p3net.app.console import console, stderr
-    from p3net.checkpoint import load
+    from p3net.checkpoint import load, weights_file
     from p3net.data import splits
     from p3net.errors import InputError
     from p3net.runtimes import DEFAULTS
@@ -60,7 +60,7 @@ def export(
     if not to_folder and (licence or push or half or lists):
         raise InputError("--licence, --half, --lists and --push go with a folder", source=out)
     counter = load(model)
-    split = splits.read(Path(model) / "split") if lists else None
+    split = splits.read(weights_file(model).parent / "split") if lists else None
     if to_folder:
         exporting.save_pretrained(counter, out, licence=licence, half=half)
         if split is not None:
@@ -68,7 +68,7 @@ def export(
         also = ", the lists of its images" if lists else ""
         console.print(f"{out}: weights{also}, config.json and a model card", markup=False)
         if push is not None:
-            address = exporting.push_to_hub(counter, push, licence=licence)
+            address = hub.upload(out, push)
             console.print(f"pushed to {address}, private", markup=False)
         return
     stderr.print("exporting; this takes a minute", style="dim")
