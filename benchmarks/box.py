@@ -18,6 +18,7 @@ import p3net
 from p3net.allocator import keep_freed_memory
 from p3net.counting import Counter
 from p3net.data.synthetic import render
+from p3net.data.transforms import Sizing
 from p3net.network.p3net import Architecture, P3Net
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # as `p3net count` does
     box = p3net.load()
-    as_it_is = Counter(box.network, max_shorter_side=box.max_shorter_side)
+    as_it_is = Counter(box.network, Sizing(box.sizing.max_shorter_side))
     paper = Counter(P3Net(Architecture(scaled_logits=True)).eval())
     models = {"VGG-19": paper, "the box, as it is": as_it_is, "the box, enlarged": box}
     for size in args.sizes:

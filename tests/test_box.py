@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -84,4 +85,5 @@ def test_learning_goes_on_from_it_by_default(tmp_path):
     own = checkpoint.read(BOX / "model.safetensors")[1]
     assert settings["weights"] == "box"
     assert settings["network"] == own["network"]["architecture"]
-    assert settings["views"]["zoom"] == own["preparation"]["zoom"]
+    sizes = checkpoint.sizing(own)
+    assert {name: settings["views"][name] for name in asdict(sizes)} == asdict(sizes)

@@ -94,9 +94,9 @@ def test_a_folder_gives_its_best_file(tmp_path):
 def test_preparation_is_part_of_the_model(tmp_path):
     preparation = {"preparation": {"max_shorter_side": 512}}
     checkpoint.save(tmp_path / "m.safetensors", tiny(), preparation)
-    assert p3net.load(tmp_path / "m.safetensors").max_shorter_side == 512
+    assert p3net.load(tmp_path / "m.safetensors").sizing.max_shorter_side == 512
     checkpoint.save(tmp_path / "m.safetensors", tiny(), {})
-    assert p3net.load(tmp_path / "m.safetensors").max_shorter_side == 2048
+    assert p3net.load(tmp_path / "m.safetensors").sizing.max_shorter_side == 2048
 
 
 def test_other_modules_are_not_saved(tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 import p3net
 from p3net.counting import Counter, Prediction
 from p3net.data.images import open_image
+from p3net.data.transforms import Sizing
 from p3net.errors import InputError
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
@@ -107,7 +108,7 @@ def test_photographs_are_counted_upright(counter, tmp_path, kind):
 
 
 def test_large_images_are_shrunk_and_cells_are_stated_in_their_pixels(counter, tmp_path):
-    small = Counter(counter.network, max_shorter_side=64)
+    small = Counter(counter.network, Sizing(64))
     prediction = small.count(noise(128, 200))
     assert prediction.density.shape == (8, 13)  # 64×100 px
     assert prediction.size_hw == (128, 200)
@@ -125,7 +126,7 @@ def test_large_images_are_shrunk_and_cells_are_stated_in_their_pixels(counter, t
 
 
 def test_smaller_images_are_enlarged_as_in_training(counter):
-    zoomed = Counter(counter.network, max_shorter_side=64, zoom=1.5)
+    zoomed = Counter(counter.network, Sizing(64, 1.5))
     pixels = noise(40, 56)
     prediction = zoomed.count(pixels)
     assert prediction.size_hw == (40, 56)
@@ -262,7 +263,7 @@ def test_regions_share_out_the_count(counter):
 
 
 def test_full_size_and_tiles(counter):
-    small = Counter(counter.network, max_shorter_side=64)
+    small = Counter(counter.network, Sizing(64))
     pixels = noise(130, 203)
     assert small.count(pixels).density.shape == (8, 13)
     whole = small.count(pixels, full_size=True)

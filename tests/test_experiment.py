@@ -182,7 +182,7 @@ def test_a_preset_knows_the_backbone_that_is_named():
         return settings({"data": DATA, **given}, preset="quick")
 
     lite, merged = quick(), quick(network={"backbone": "vgg19-merged"})
-    assert (lite.views.zoom, lite.streaming.labelled, lite.recipe.backbone_factor) == (1.5, 8, 0.3)
+    assert (lite.views.zoom, lite.streaming.labelled, lite.recipe.backbone_factor) == (2.5, 8, 0.3)
     assert (merged.views.zoom, merged.streaming.labelled) == (1.0, 4)
     assert merged.recipe.backbone_factor == 0.05
     assert merged.network.scaled_logits  # the rest of the preset stays

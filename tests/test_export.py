@@ -14,6 +14,7 @@ from torch import nn
 import p3net
 from p3net import export
 from p3net.counting import Counter
+from p3net.data.transforms import Sizing
 from p3net.errors import InputError
 from p3net.intervals import Intervals
 from p3net.network.p3net import Architecture, P3Net
@@ -37,7 +38,7 @@ def tiny(seed: int = 1) -> P3Net:
 
 @pytest.fixture(scope="module")
 def counter() -> Counter:
-    return Counter(tiny(), max_shorter_side=100, metadata=ABOUT)
+    return Counter(tiny(), Sizing(100), metadata=ABOUT)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import yaml
 import p3net
 from p3net import checkpoint, hub
 from p3net.counting import Counter
+from p3net.data.transforms import Sizing
 from p3net.errors import InputError
 from p3net.network.p3net import Architecture, P3Net
 
@@ -122,7 +123,7 @@ ABOUT: dict[str, Any] = {
 def counter() -> Counter:
     torch.manual_seed(0)
     network = P3Net(Architecture(backbone="small", layers=1, hidden=8)).eval()
-    return Counter(network, max_shorter_side=77, metadata=ABOUT)
+    return Counter(network, Sizing(77), metadata=ABOUT)
 
 
 def same(one: Counter, two: Counter) -> bool:
@@ -142,7 +143,7 @@ def test_a_model_goes_to_the_hub_and_back(server, counter):
     for name in ("ann/square", f"ann/square@{COMMIT}"):
         loaded = p3net.load(name)
         assert same(loaded, counter)
-        assert loaded.max_shorter_side == 77
+        assert loaded.sizing.max_shorter_side == 77
         assert loaded.metadata["calibration"] == ABOUT["calibration"]
 
 

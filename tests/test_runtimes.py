@@ -86,7 +86,7 @@ def test_load_counts_with_it(tmp_path, name, runtime):
     assert found.variance is not None
     assert float(found.variance.sum()) == pytest.approx(2)
     assert found.interval is not None
-    assert counter.max_shorter_side == 64
+    assert counter.sizing.max_shorter_side == 64
     assert counter.metadata["note"] == "ü <&>"
 
 

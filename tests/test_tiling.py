@@ -60,6 +60,7 @@ def p3net(backbone: str, **more: object) -> P3Net:
         ("small", 0),
         ("lite0", 0),
         ("lite0", 1),
+        ("lite0-deep", 1),
     ],
 )
 @torch.no_grad()
@@ -151,6 +152,7 @@ CASES = [
     ("small", "cover", (197, 301), (64, 100, 256, None)),
     ("small", "authors", (101, 149), (64,)),  # runs whole
     ("lite0", "cover", (133, 181), (64, 128, None)),
+    ("lite0-deep", "cover", (133, 181), (64, None)),
     ("vgg19", "cover", (69, 101), (64,)),
     ("vgg19-merged", "cover", (69, 101), (64,)),
     ("vgg19-merged", "authors", (69, 101), (64,)),  # runs whole

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from p3net import hub
 from p3net.counting import Counter
+from p3net.data.transforms import Sizing
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Intervals
 from p3net.network.p3net import Architecture, P3Net
@@ -164,9 +166,13 @@ def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
 
 def _counter(network: nn.Module, record: Mapping[str, Any]) -> Counter:
     """A network that prepares images as its record says."""
+    return Counter(network.eval(), sizing(record), metadata=record)
+
+
+def sizing(record: Mapping[str, Any]) -> Sizing:
+    """The size at which a model counts, as its record says."""
     known = record.get("preparation", {})
-    side, zoom = known.get("max_shorter_side", 2048), known.get("zoom", 1.0)
-    return Counter(network.eval(), max_shorter_side=side, zoom=zoom, metadata=record)
+    return Sizing(**{each.name: known[each.name] for each in fields(Sizing) if each.name in known})
 
 
 def weights_file(path: str | Path) -> Path:

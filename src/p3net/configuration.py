@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationError, model_validator
 
-from p3net.data.transforms import Augmentation
+from p3net.data.transforms import Augmentation, Sizing
 from p3net.errors import InputError
 from p3net.methods.supervised import LABELLED, TOTAL
 from p3net.network.p3net import Architecture
@@ -50,7 +50,11 @@ class Views(_Strict):
         default=1.0,
         gt=0,
         le=8,
-        description="images are enlarged by this, up to max_shorter_side, in training and counting",
+        description="images are enlarged this many times, up to max_shorter_side, in training "
+        "and counting",
+    )
+    longer_side: int = Field(
+        default=0, ge=0, description="and until their longer side has this many px; 0: no such end"
     )
 
     @model_validator(mode="after")
@@ -62,9 +66,11 @@ class Views(_Strict):
 
     def augmentation(self) -> Augmentation:
         """As the loader takes it."""
-        return Augmentation(
-            self.scale, self.flip, self.crop, self.grey, self.max_shorter_side, self.zoom
-        )
+        return Augmentation(self.scale, self.flip, self.crop, self.grey, self.sizing())
+
+    def sizing(self) -> Sizing:
+        """The size of whole images."""
+        return Sizing(self.max_shorter_side, self.zoom, self.longer_side)
 
 
 class Settings(_Strict):
@@ -189,7 +195,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "dropout": 0.0,
             "scaled_logits": True,
         },
-        "views": {"crop": 256, "zoom": 1.5, "scale": [0.5, 1.7]},
+        "views": {"crop": 256, "zoom": 2.5, "longer_side": 1280, "scale": [0.5, 1.7]},
         "streaming": {"labelled": 8, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast, overload
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from p3net import tiling
 from p3net.data.images import upright_size_hw
-from p3net.data.transforms import Pixels, apply_view, whole_view
+from p3net.data.transforms import Pixels, Sizing, apply_view, whole_view
 from p3net.errors import InputError
 from p3net.network.p3net import Output
 from p3net.prediction import Countable, Grid, Prediction, RegionCount, open_source
@@ -29,15 +29,13 @@ class Counter:
 
     Attributes:
         network: P³Net or a regressor, in eval mode.
-        max_shorter_side: larger images are shrunk to this first, as in training.
-        zoom: smaller ones are enlarged by this, up to there, as in training.
+        sizing: the size at which images are counted: that of training.
         metadata: configuration, intervals, splits, calibration and history, as the checkpoint
             has them.
     """
 
     network: nn.Module
-    max_shorter_side: int = 2048
-    zoom: float = 1.0
+    sizing: Sizing = field(default_factory=Sizing)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @overload
@@ -82,7 +80,7 @@ class Counter:
             regions: polygons in pixels of the upright image, each counted by itself as well.
             tile: side in px of the tiles a large image is worked on in; the result is the same
                 up to rounding, whatever it is. Chosen to fit a fixed memory if not given.
-            full_size: do not shrink to `max_shorter_side`.
+            full_size: do not shrink to `sizing.max_shorter_side`.
         """
         if not 0 < level < 1:
             raise InputError(f"a level lies between 0 and 1, such as 0.9; got {level}")
@@ -151,8 +149,8 @@ class Counter:
             size_hw = (opened.shape[0], opened.shape[1])
         else:
             size_hw = upright_size_hw(opened)
-        side = math.inf if full_size else self.max_shorter_side
-        view = whole_view(size_hw, max_shorter_side=side, zoom=self.zoom)
+        sizing = replace(self.sizing, max_shorter_side=math.inf) if full_size else self.sizing
+        view = whole_view(size_hw, sizing)
         if isinstance(opened, np.ndarray) and view.size_hw == size_hw:
             return opened, view.scale_xy  # no copy: it may be large
         return apply_view(opened, view), view.scale_xy

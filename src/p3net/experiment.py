@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         "split": {"hash": split.hash, "how": dict(split.how)},
         "chosen_intervals": choice,
         "chosen_on_test": chosen.test_as_validation,
-        "preparation": {
-            "max_shorter_side": chosen.views.max_shorter_side,
-            "zoom": chosen.views.zoom,
-            "backend": default_backend(),
-        },
+        "preparation": {**asdict(chosen.views.sizing()), "backend": default_backend()},
         "versions": checkpoint.versions(),
     }
     return Prepared(chosen, split, data, method, _stream(chosen, data), metadata)
@@ -158,7 +154,7 @@ def target_cells(dataset: Dataset, sigma: float, views: Views) -> torch.Tensor:
     for sample in dataset.samples:
         with sample.open() as image:
             size_hw = upright_size_hw(image)
-        view = whole_view(size_hw, max_shorter_side=views.max_shorter_side, zoom=views.zoom)
+        view = whole_view(size_hw, views.sizing())
         shown = torch.tensor(apply_to_points(sample.marks().points_xy, view))
         cells.append(densities([shown], view.size_hw, sigma=sigma).flatten())
     return torch.cat(cells)
@@ -254,16 +250,11 @@ def run(
         _claim(folder, record, resume=resume)
         splits.write(prepared.split, folder / "split")
     chosen = prepared.settings
-    sizes: dict[str, Any] = {
-        "max_shorter_side": chosen.views.max_shorter_side,
-        "zoom": chosen.views.zoom,
-    }
-
     held = prepared.data.validation
     latest: list[Scored] = []  # of the last validation, which may be of the final weights
 
     def validate(network: nn.Module) -> dict[str, float]:
-        counter = Counter(network, **sizes)
+        counter = Counter(network, chosen.views.sizing())
         if not isinstance(network, P3Net):
             return metrics_of(list(count_samples(counter, held)))
         latest[:] = score(counter, held)
@@ -283,7 +274,7 @@ def run(
         cache=cache or Cache(folder / "cache"),
         world=world,
     )
-    counter = Counter(network, **sizes, metadata=record)
+    counter = Counter(network, chosen.views.sizing(), metadata=record)
     if world.rank == 0 and len(held) and isinstance(network, P3Net):
         scored = latest if chosen.recipe.choose == "last" and latest else score(counter, held)
         return _calibrate(counter, scored, held.root, folder / "model.safetensors")

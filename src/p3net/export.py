@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,7 @@ def record(counter: Counter) -> dict[str, Any]:
         **counter.metadata,
         "format": checkpoint.FORMAT,
         "network": checkpoint.describe(counter.network),
-        "preparation": {
-            **counter.metadata.get("preparation", {}),
-            "max_shorter_side": counter.max_shorter_side,
-            "zoom": counter.zoom,
-        },
+        "preparation": {**counter.metadata.get("preparation", {}), **asdict(counter.sizing)},
         "exported_with": checkpoint.versions(),
     }
 

@@ -237,8 +237,9 @@ def _begin(method: Method, recipe: Recipe, world: World) -> Run:
     assert isinstance(backbone, Backbone)  # noqa: S101 (every network of this package has one)
     for block in backbone.blocks()[: recipe.freeze]:
         block.requires_grad_(requires_grad=False)
-    lower = [p for p in backbone.parameters() if p.requires_grad]
-    known = {id(p) for p in backbone.parameters()}
+    published = backbone.published()
+    lower = [p for p in published if p.requires_grad]
+    known = {id(p) for p in published}
     upper = [p for p in method.parameters() if p.requires_grad and id(p) not in known]
     groups = [
         {"params": upper, "factor": 1.0},

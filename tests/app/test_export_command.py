@@ -37,7 +37,7 @@ def test_a_file_is_made_and_the_difference_told(model, tmp_path, monkeypatch, na
     asked = []
 
     def made(counter, path):  # the real one takes long; tests/test_export.py runs it
-        asked.append((counter.max_shorter_side, path))
+        asked.append((counter.sizing.max_shorter_side, path))
         return Parity(density=1e-6, branches=3e-6, variance=2e-6, images=10)
 
     monkeypatch.setattr(export, "export", made)

@@ -18,7 +18,7 @@ from PIL import Image
 from p3net.data.cache import Cache
 from p3net.data.images import open_image
 from p3net.data.loading import Step, Stream, loader, mixed, paired, step_indices
-from p3net.data.transforms import Augmentation, apply_to_points, apply_view, draw_view
+from p3net.data.transforms import Augmentation, Sizing, apply_to_points, apply_view, draw_view
 from p3net.errors import InputError
 from p3net.randomness import generator
 from p3net.structures import Batch, Marks, Sample, as_points
@@ -196,7 +196,7 @@ def test_points_follow_an_image_that_the_cache_shrank(tmp_path: Path) -> None:
     Image.fromarray(picture).save(path)
     sample = Sample("a.png", partial(open_image, path), partial(_marks, ((100, 200),)), path=path)
     stream = paired([sample], [], labelled_per_batch=1, unlabelled_per_batch=0)
-    augmentation = Augmentation(scale_range=(0.9, 1.1), crop=100, max_shorter_side=110)
+    augmentation = Augmentation(scale_range=(0.9, 1.1), crop=100, sizing=Sizing(110))
     for cache in (None, Cache(tmp_path / "c")):
         found = 0
         for step in loader(stream, augmentation, seed=0, steps=12, cache=cache):

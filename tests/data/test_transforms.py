@@ -16,6 +16,7 @@ from p3net.data.transforms import (
     AUTHORS,
     PAPER,
     Augmentation,
+    Sizing,
     View,
     apply_to_points,
     apply_view,
@@ -101,7 +102,7 @@ SCENES = {
     "oversized": (
         (900, 1204),
         9.0,
-        Augmentation(scale_range=(0.7, 1.3), crop=160, max_shorter_side=300),
+        Augmentation(scale_range=(0.7, 1.3), crop=160, sizing=Sizing(300)),
     ),
 }
 
@@ -120,7 +121,7 @@ def test_dots_are_found_where_the_points_went(scene: str, tag: int, backend: str
     for flip in (0.0, 1.0):
         image = stored_image(upright, tag=tag)
         settled = Augmentation(
-            augmentation.scale_range, flip, augmentation.crop, 0.0, augmentation.max_shorter_side
+            augmentation.scale_range, flip, augmentation.crop, 0.0, augmentation.sizing
         )
         view = draw_view((height, width), settled, rng)
         crop = apply_view(image, view, backend=backend)
@@ -232,7 +233,7 @@ def test_arrays_and_files_give_the_same_view() -> None:
     seed=st.integers(0, 2**32),
 )
 def test_views_lie_inside_and_keep_aspect_and_range(size_hw, crop, limit, low, ratio, seed) -> None:
-    augmentation = Augmentation((low, low * ratio), crop=crop, max_shorter_side=limit)
+    augmentation = Augmentation((low, low * ratio), crop=crop, sizing=Sizing(limit))
     view = draw_view(size_hw, augmentation, generator(seed))
     left, top, right, bottom = view.box_xyxy
     assert 0 <= left < right <= size_hw[1]
@@ -276,7 +277,7 @@ def test_a_setting_leaves_the_other_draws_alone() -> None:
 def test_presets_are_those_of_paper_and_authors() -> None:
     assert (PAPER.scale_range, PAPER.flip, PAPER.grey) == ((0.7, 1.3), 0.5, 0.0)
     assert (AUTHORS.scale_range, AUTHORS.flip, AUTHORS.grey) == ((0.75, 1.25), 0.5, 0.12)
-    assert PAPER.max_shorter_side == AUTHORS.max_shorter_side == 2048
+    assert PAPER.sizing.max_shorter_side == AUTHORS.sizing.max_shorter_side == 2048
     drawn = [draw_view((600, 800), AUTHORS, generator(0, k)).grey for k in range(2000)]
     assert abs(np.mean(drawn) - 0.12) < 0.025
 
@@ -290,12 +291,38 @@ def test_presets_are_those_of_paper_and_authors() -> None:
         ({"flip": 1.5}, "flip"),
         ({"grey": -0.1}, "grey"),
         ({"crop": 0}, "crop"),
-        ({"max_shorter_side": 0}, "max_shorter_side"),
     ],
 )
 def test_impossible_settings_are_named(change: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Augmentation(**change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_shorter_side": 0}, {"zoom": 0.0}, {"zoom": float("inf")}, {"longer_side": -1}]
+)
+def test_impossible_sizes_are_named(change: dict) -> None:
+    with pytest.raises(InputError, match=next(iter(change))):
+        Sizing(**change)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size_hw=sizes,
+    limit=st.integers(1, 3000),
+    zoom=st.floats(1, 8),
+    longer=st.integers(1, 3000),
+)
+def test_images_are_enlarged_to_a_longer_side_and_no_further(size_hw, limit, zoom, longer) -> None:
+    scale = Sizing(limit, zoom, longer).scale(size_hw)
+    assert scale * min(size_hw) <= limit * (1 + 1e-12)
+    assert scale <= zoom
+    if scale > 1:
+        assert scale * max(size_hw) <= longer * (1 + 1e-12)
+    unlimited = Sizing(limit, zoom).scale(size_hw)
+    assert scale <= unlimited
+    if scale < unlimited:  # what held it back was the longer side alone
+        assert scale == pytest.approx(max(1.0, longer / max(size_hw)))
 
 
 def test_grey_is_luma_in_three_channels() -> None:
@@ -351,7 +378,7 @@ def test_whole_images_are_prepared(backend: str) -> None:
 def test_crops_are_of_enlarged_images() -> None:
     rng = np.random.default_rng(0)
     for zoom, limit, scale in ((1.5, 2048, 1.5), (1.5, 360, 1.2), (0.5, 2048, 0.5)):
-        augmentation = Augmentation((1.0, 1.0), 0.0, 96, max_shorter_side=limit, zoom=zoom)
+        augmentation = Augmentation((1.0, 1.0), 0.0, 96, sizing=Sizing(limit, zoom))
         view = draw_view((300, 400), augmentation, rng)
         assert view.scale_xy == pytest.approx((scale, scale), rel=0.01)
 
@@ -359,7 +386,7 @@ def test_crops_are_of_enlarged_images() -> None:
 @settings(max_examples=200, deadline=None)
 @given(size_hw=sizes, limit=st.integers(1, 3000))
 def test_whole_views_keep_the_aspect(size_hw, limit) -> None:
-    view = whole_view(size_hw, max_shorter_side=limit)
+    view = whole_view(size_hw, Sizing(limit))
     assert min(view.size_hw) == min(*size_hw, limit)
     scale = min(view.size_hw) / min(size_hw)
     assert all(

@@ -86,6 +86,7 @@ def test_normalisation_is_saved_with_the_weights(backbone):
         "VGG19Merged": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         "Small": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         "Lite0": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        "Lite0Deep": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     }[type(backbone).__name__]
     for name, values in zip(("mean", "deviation"), expected, strict=True):
         assert state[name].flatten().tolist() == pytest.approx(values)
@@ -94,13 +95,15 @@ def test_normalisation_is_saved_with_the_weights(backbone):
 def test_blocks_hold_every_parameter_that_is_published_once(backbone):
     inside = [p for block in backbone.blocks() for p in block.parameters()]
     assert len(inside) == len(set(map(id, inside)))
-    own = {n: p for n, p in backbone.named_parameters() if not n.startswith(("laterals", "smooth"))}
-    assert set(map(id, inside)) == set(map(id, own.values()))
+    assert set(map(id, inside)) == set(map(id, backbone.published()))
+    names = {name for name, _ in backbone.named_children()}
+    assert set(backbone.added) <= names
+    assert not any(name in backbone.added for name in ("features", "_blocks", "layers"))
 
 
 def test_the_number_of_blocks():
     numbers = {name: len(backbone().blocks()) for name, backbone in BACKBONES.items()}
-    assert numbers == {"vgg19": 5, "vgg19-merged": 5, "small": 9, "lite0": 17}
+    assert numbers == {"vgg19": 5, "vgg19-merged": 5, "small": 9, "lite0": 17, "lite0-deep": 17}
 
 
 # --- VGG-19 ------------------------------------------------------------------------------------

@@ -182,7 +182,9 @@ def _given(
 
 
 def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[str, Any]:
-    """The settings with what to start from; a model brings its network, intervals and zoom."""
+    """The settings with what to start from; a model brings its network, intervals and size."""
+    from dataclasses import asdict
+
     from p3net import checkpoint
     from p3net.configuration import merge
 
@@ -198,7 +200,7 @@ def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[s
     brought = {
         "network": record.get("network", {}).get("architecture", {}),
         "intervals": "auto",
-        "views": {"zoom": record.get("preparation", {}).get("zoom", 1.0)},
+        "views": asdict(checkpoint.sizing(record)),
     }
     return merge(brought, merge(given, {"weights": start}))
 

@@ -67,7 +67,7 @@ class Cache:
         self.__dict__.update(state, _digests={}, _mapped={})
 
     def prepared(
-        self, sample: Sample, *, max_shorter_side: int = 2048, backend: Backend | None = None
+        self, sample: Sample, *, max_shorter_side: float = 2048, backend: Backend | None = None
     ) -> Prepared:
         """The whole image, upright and shrunk to the limit; what `prepare` gives, read-only.
 

@@ -249,7 +249,7 @@ class _Maker(Dataset[_Made | InputError]):
                 view = draw_view(size_hw, self.augmentation, rng)
                 pixels = apply_view(image, view, backend=self.backend)
         else:
-            limit = self.augmentation.max_shorter_side
+            limit = self.augmentation.sizing.max_shorter_side
             whole, shrunk_xy = self.cache.prepared(
                 sample, max_shorter_side=limit, backend=self.backend
             )

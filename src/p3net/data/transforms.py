@@ -53,6 +53,43 @@ _TURNS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Sizing:
+    """The size at which whole images are learned from and counted (SPEC §6).
+
+    Attributes:
+        max_shorter_side: images are no larger than this, px; larger ones are shrunk to it.
+        zoom: images are enlarged this many times.
+        longer_side: and no further than until their longer side has this many px; 0 for no such
+            limit. Small pictures of a crowd are often large ones made small: they gain most.
+    """
+
+    max_shorter_side: float = 2048
+    zoom: float = 1.0
+    longer_side: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.max_shorter_side < 1:
+            raise InputError(f"max_shorter_side must be at least 1 px, got {self.max_shorter_side}")
+        if not 0 < self.zoom < float("inf"):
+            raise InputError(f"zoom must be above 0, got {self.zoom}")
+        if self.longer_side < 0:
+            raise InputError(f"longer_side cannot be below 0, got {self.longer_side}")
+
+    def scale(self, size_hw: tuple[int, int]) -> float:
+        """How many times an image of this size is enlarged.
+
+        >>> small = Sizing(zoom=2.5, longer_side=1280)
+        >>> [small.scale(size_hw) for size_hw in ((200, 300), (768, 1024), (1500, 2000))]
+        [2.5, 1.25, 1.0]
+        """
+        zoom = self.zoom
+        if self.longer_side:
+            zoom = min(zoom, max(1.0, self.longer_side / max(size_hw)))
+        return min(zoom, self.max_shorter_side / min(size_hw))
+
+
+@dataclass(frozen=True, slots=True)
 class Augmentation:
     """What may happen to a training image (SPEC §4, §6).
 
@@ -61,16 +98,14 @@ class Augmentation:
         flip: probability of mirroring left and right.
         crop: side of the square crop, px.
         grey: probability of taking the colour away.
-        max_shorter_side: larger images count as shrunk to this, before the random scale.
-        zoom: smaller ones count as enlarged by this, up to there, before the random scale.
+        sizing: of the image before the random scale.
     """
 
     scale_range: tuple[float, float] = (0.7, 1.3)
     flip: float = 0.5
     crop: int = 256
     grey: float = 0.0
-    max_shorter_side: int = 2048
-    zoom: float = 1.0
+    sizing: Sizing = Sizing()
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -80,11 +115,8 @@ class Augmentation:
         for name, share in (("flip", self.flip), ("grey", self.grey)):
             if not 0 <= share <= 1:
                 raise InputError(f"{name} is a probability between 0 and 1, got {share}")
-        for name, side in (("crop", self.crop), ("max_shorter_side", self.max_shorter_side)):
-            if side < 1:
-                raise InputError(f"{name} must be at least 1 px, got {side}")
-        if not 0 < self.zoom < float("inf"):
-            raise InputError(f"zoom must be above 0, got {self.zoom}")
+        if self.crop < 1:
+            raise InputError(f"crop must be at least 1 px, got {self.crop}")
 
 
 PAPER = Augmentation()
@@ -129,8 +161,7 @@ def draw_view(
     shorter, crop = min(size_hw), augmentation.crop
     by_scale, by_x, by_y, by_flip, by_grey = rng.random(5)
     low, high = augmentation.scale_range
-    whole_side = min(shorter * augmentation.zoom, augmentation.max_shorter_side)
-    scale = (low + (high - low) * by_scale) * whole_side / shorter
+    scale = (low + (high - low) * by_scale) * augmentation.sizing.scale(size_hw)
     side = min(crop / scale, shorter)
     grid = next((factor for factor in _REDUCTIONS if side >= factor * crop), 1)
     whole = min(max(1, round(side / grid)), shorter // grid) * grid
@@ -144,18 +175,15 @@ def draw_view(
     )
 
 
-def whole_view(
-    size_hw: tuple[int, int], *, max_shorter_side: float = 2048, zoom: float = 1.0
-) -> View:
-    """The whole image enlarged by `zoom`, its shorter side at most the limit, aspect kept.
+def whole_view(size_hw: tuple[int, int], sizing: Sizing) -> View:
+    """The whole image at its size, aspect kept.
 
-    >>> whole_view((3072, 4096)).size_hw, whole_view((100, 150), zoom=1.5).size_hw
+    >>> whole_view((3072, 4096), Sizing()).size_hw, whole_view((100, 150), Sizing(zoom=1.5)).size_hw
     ((2048, 2731), (150, 225))
     """
     height, width = size_hw
-    shorter = min(size_hw)
-    target = min(shorter * zoom, max_shorter_side)
-    scaled_hw = (round(height * target / shorter), round(width * target / shorter))
+    scale = sizing.scale(size_hw)
+    scaled_hw = (round(height * scale), round(width * scale))
     return View(box_xyxy=(0, 0, width, height), size_hw=scaled_hw)
 
 
@@ -206,11 +234,11 @@ def apply_to_points(points_xy: Points, view: View) -> Points:
 def prepare(
     image: Image.Image,
     *,
-    max_shorter_side: int = 2048,
+    max_shorter_side: float = 2048,
     backend: Backend | None = None,
 ) -> tuple[Pixels, tuple[float, float]]:
     """A whole image for the cache: its pixels, and output pixels for one source pixel (x, y)."""
-    view = whole_view(upright_size_hw(image), max_shorter_side=max_shorter_side)
+    view = whole_view(upright_size_hw(image), Sizing(max_shorter_side))
     return apply_view(image, view, backend=backend), view.scale_xy
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ class Backbone(nn.Module):
     multiple: int
     mean: Tensor
     deviation: Tensor
+    added: tuple[str, ...] = ()
+    """Its modules that no published file has: they begin at random."""
 
     def __init__(
         self,
@@ -92,6 +94,12 @@ class Backbone(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Parts from the image upwards, for freezing the lower ones."""
         raise NotImplementedError
+
+    def published(self) -> list[nn.Parameter]:
+        """Its parameters but for those of `added`: what may learn more slowly than the rest."""
+        return [
+            p for name, p in self.named_parameters() if name.partition(".")[0] not in self.added
+        ]
 
     def translate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of a published weights file that this network uses, by its own names."""
@@ -154,6 +162,7 @@ class VGG19Merged(VGG19):
 
     stride = 8
     channels = 256
+    added = ("laterals", "smooth")
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,10 +261,12 @@ class Lite0(Backbone):
     stride = 8
     channels = 128
     multiple = 32
+    added: tuple[str, ...] = ("laterals", "smooth")
     # kernel, stride, expansion, outputs, repeats; the strides 8, 16 and 32 end after these blocks
     plan = ((3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3),
             (5, 1, 6, 112, 3), (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))  # fmt: skip
     taps = MappingProxyType({4: 40, 10: 112, 15: 320})
+    lower = 5  # blocks down to stride 8
 
     def __init__(self) -> None:
         super().__init__(mean=(0.5,) * 3, deviation=(0.5,) * 3)
@@ -270,7 +281,10 @@ class Lite0(Backbone):
                 inputs = outputs
         self._blocks = nn.ModuleList(blocks)
         self.laterals = nn.ModuleDict(
-            {str(block): nn.Conv2d(width, self.channels, 1) for block, width in self.taps.items()}
+            {
+                str(block): nn.Conv2d(width, self.channels, 1, dilation=spread(1))
+                for block, width in self.taps.items()
+            }
         )
         self.smooth = Conv3x3(self.channels, self.channels)
 
@@ -286,15 +300,14 @@ class Lite0(Backbone):
         if not torch.compiler.is_exporting():
             normalised = normalised.contiguous(memory_format=torch.channels_last)
         x = F.relu6(_normed(self._conv_stem, self._bn0, normalised))
-        for block in self._blocks[: min(self.taps) + 1]:
+        for block in self._blocks[: self.lower]:
             x = block(x)
         return x
 
     def _merge(self, x: Tensor) -> Tensor:
         """B×40×h×w of stride 8 → B×128×h×w: the maps of strides 8, 16 and 32 added."""
-        first = min(self.taps)
-        maps = [self.laterals[str(first)](x)]
-        for index, block in enumerate(self._blocks[first + 1 :], start=first + 1):
+        maps = [self.laterals[str(self.lower - 1)](x)]
+        for index, block in enumerate(self._blocks[self.lower :], start=self.lower):
             x = block(x)
             if index in self.taps:
                 maps.append(self.laterals[str(index)](x))
@@ -315,6 +328,15 @@ class Lite0(Backbone):
         return self
 
 
+def spread(kernel: int) -> int:
+    """The dilation of a convolution that looks at neighbours at a distance of one.
+
+    A 1×1 filter has no neighbours, so any dilation is the same; torch, with one thread and fewer
+    than 16 images, takes a slow path for it unless there is one (`benchmarks/pointwise.py`).
+    """
+    return 2 if kernel == 1 else 1
+
+
 class _SameConv(nn.Conv2d):
     """Convolution without bias whose padding is that of the published weights (TensorFlow's)."""
 
@@ -324,6 +346,7 @@ class _SameConv(nn.Conv2d):
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
         total = kernel - stride  # for inputs that the stride divides
         self.pads = (total // 2, total - total // 2) * 2
+        self.spread = spread(kernel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x, self.weight)
@@ -334,7 +357,7 @@ class _SameConv(nn.Conv2d):
         if not even:
             x = F.pad(x, self.pads)
         padding = self.pads[0] if even else 0
-        return F.conv2d(x, weight, bias, self.stride, padding, 1, self.groups)
+        return F.conv2d(x, weight, bias, self.stride, padding, self.spread, self.groups)
 
 
 def _frozen_norm(channels: int) -> nn.BatchNorm2d:
@@ -366,15 +389,75 @@ class _InvertedBottleneck(nn.Module):
         self._bn2 = _frozen_norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu6(_normed(self._expand_conv, self._bn0, x)) if self.expands else x
-        y = F.relu6(_normed(self._depthwise_conv, self._bn1, y))
+        return self.contract(x, self.expand(x))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The wide map that is filtered."""
+        return F.relu6(_normed(self._expand_conv, self._bn0, x)) if self.expands else x
+
+    def contract(self, x: Tensor, wide: Tensor) -> Tensor:
+        """The block's output, from its input and that map."""
+        y = F.relu6(_normed(self._depthwise_conv, self._bn1, wide))
         y = _normed(self._project_conv, self._bn2, y)
         return torch.add(x, y) if self.adds else y
+
+
+class Lite0Deep(Lite0):
+    """EfficientNet-Lite0 with wider taps and more between them: stride 8, 128 channels.
+
+    The maps are taken where a block has expanded them (240 and 672 channels instead of 40 and
+    112), which costs nothing, and pass through bottlenecks of their own on the way back up.
+    """
+
+    added = (*Lite0.added, "coarse", "fine")
+    taps = MappingProxyType({5: 240, 11: 672, 15: 320})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse = nn.Sequential(_Residual(self.channels))
+        self.fine = nn.Sequential(_Residual(self.channels), _Residual(self.channels))
+
+    def stages(self) -> tuple[Stage, ...]:
+        """As before; what is new looks eight positions further."""
+        below, above = super().stages()
+        return below, above._replace(halo=above.halo + 8)
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """B×40×h×w of stride 8 → B×128×h×w: from stride 32 up to 16 and up to 8."""
+        maps = []
+        for index, block in enumerate(self._blocks[self.lower :], start=self.lower):
+            bottleneck = cast("_InvertedBottleneck", block)
+            wide = bottleneck.expand(x)
+            if index in (5, 11):  # the first of their stride, before they halve the map
+                maps.append(self.laterals[str(index)](wide))
+            x = bottleneck.contract(x, wide)
+        fine, middle = maps
+        merged = middle + upsample(self.laterals["15"](x), (middle.shape[-2], middle.shape[-1]))
+        merged = self.coarse(F.relu(merged))
+        merged = fine + upsample(merged, (fine.shape[-2], fine.shape[-1]))
+        return F.relu(self.smooth(self.fine(F.relu(merged))))
+
+
+class _Residual(nn.Module):
+    """Expand by 1×1, filter each channel 5×5, project by 1×1, add; the identity at first."""
+
+    def __init__(self, channels: int, expansion: int = 3) -> None:
+        super().__init__()
+        hidden = channels * expansion
+        self.expand = nn.Conv2d(channels, hidden, 1, dilation=spread(1))
+        self.filter = nn.Conv2d(hidden, hidden, 5, padding=2, groups=hidden)
+        self.project = nn.Conv2d(hidden, channels, 1, dilation=spread(1))
+        for parameter in self.project.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, self.project(F.relu(self.filter(F.relu(self.expand(x))))))
 
 
 BACKBONES: dict[str, Callable[[], Backbone]] = {
     "vgg19": VGG19,
     "vgg19-merged": VGG19Merged,
     "lite0": Lite0,
+    "lite0-deep": Lite0Deep,
     "small": Small,
 }

