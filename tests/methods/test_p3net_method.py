@@ -10,10 +10,10 @@ from p3net.data.catalogue import open_dataset
 from p3net.data.loading import Step, loader, mixed, paired
 from p3net.data.transforms import Augmentation
 from p3net.methods.base import Divisors
-from p3net.methods.p3net import P3NetMethod
+from p3net.methods.p3net import CONSISTENCIES, P3NetMethod
 from p3net.methods.supervised import Supervised
 from p3net.methods.views import strong_view
-from p3net.network.p3net import Architecture, P3Net
+from p3net.network.p3net import Architecture, Output, P3Net
 from p3net.structures import Batch
 
 TINY = Architecture(backbone="small", layers=1, hidden=32, heads=2, dropout=0.0)
@@ -154,9 +154,28 @@ def test_the_relative_consistency_is_a_weighted_square_across_views_worked_by_ha
             kept += 1
             for branch, other in ((0, 1), (1, 0)):
                 gap = float(strong.expectations[branch][cell] - plain.expectations[other][cell])
-                total += gap**2 / (float(plain.density[cell]) + 0.05)
+                total += gap**2 / (float(strong.density[cell]) + 0.05)
     assert kept > 0
     assert float(losses.terms["ecr"].detach()) == pytest.approx(total / 2, rel=1e-3)
+
+
+def test_the_relative_consistency_aims_at_the_mean():
+    """Cells that look alike but are 0.1 and 0.9 dense for the teacher: the student rests at 0.5.
+
+    Divided by the teacher's density it would rest at their harmonic mean, 0.18 to 0.22.
+    """
+    taught = torch.tensor([[[0.1, 0.9]]])
+    everywhere = torch.ones(1, 1, 2, dtype=torch.bool)
+    plain = Output(taught, (), (), (taught, taught))
+    guess = torch.tensor(0.3, requires_grad=True)
+    optimiser = torch.optim.SGD([guess], lr=0.01)
+    for _ in range(400):
+        density = guess.expand(1, 1, 2)
+        student = Output(density, (), (), (density, density))
+        optimiser.zero_grad()
+        CONSISTENCIES["relative"](student, plain, everywhere).sum().backward()
+        optimiser.step()
+    assert float(guess.detach()) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_labelled_crops_are_learned_from_in_other_light():

@@ -37,13 +37,16 @@ def _densities(output: Output, plain: Output, mask: Tensor) -> Tensor:
 
 
 def _relative(output: Output, plain: Output, mask: Tensor) -> Tensor:
-    """Across two views, each squared difference divided by the plain density there.
+    """Across two views, each squared difference divided by the density there.
 
-    The variance of a count grows with it: so weighed, dense cells do not rule the sum.
+    The variance of a count grows with it: so weighed, dense cells do not rule the sum. Below the
+    line stands what is being drawn, without a gradient, as in a Poisson's likelihood. If the plain
+    density stood there, low ones among those that look alike would weigh more than high ones, and
+    what they agree on would be their harmonic mean instead of their mean: dense crowds too low.
     """
     first, second = output.expectations
     other_first, other_second = (each.detach() for each in plain.expectations)
-    weigh = torch.where(mask, 1 / (plain.density.detach() + FEW), 0.0)
+    weigh = torch.where(mask, 1 / (output.density.detach() + FEW), 0.0)
     apart = (first - other_second).square() + (second - other_first).square()
     return (apart * weigh).sum(dim=(1, 2))
 
