@@ -174,7 +174,7 @@ def test_a_regressor_over_a_preset_keeps_what_it_shares():
         {"data": DATA, "network": {"kind": "regressor"}, "method": "supervised", "loss": "bl"},
         preset="quick",
     )
-    assert (chosen.network.kind, chosen.network.backbone) == ("regressor", "lite0")
+    assert (chosen.network.kind, chosen.network.backbone) == ("regressor", "lite0-deep")
 
 
 def test_a_preset_knows_the_backbone_that_is_named():

@@ -144,9 +144,9 @@ class Settings(_Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
-        if self.network.backbone == "lite0" and self.weights == "none":
+        if self.network.backbone.startswith("lite0") and self.weights == "none":
             raise ValueError(
-                "lite0 keeps its batch statistics frozen and cannot start from nothing; "
+                "EfficientNet-Lite0 keeps its batch statistics frozen and cannot start from nothing; "
                 "use weights: imagenet or a file"
             )
         if self.network.kind == "regressor" and self.method == "p3net":
@@ -189,7 +189,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "teacher": 0.99,
         "network": {
             "kind": "p3net",
-            "backbone": "lite0",
+            "backbone": "lite0-deep",
             "layers": 2,
             "hidden": 512,
             "dropout": 0.0,

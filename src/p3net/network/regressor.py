@@ -28,7 +28,7 @@ class RegressorArchitecture(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["regressor"] = "regressor"
-    backbone: Literal["vgg19", "vgg19-merged", "lite0", "small"] = "vgg19"
+    backbone: Literal["vgg19", "vgg19-merged", "lite0", "lite0-deep", "small"] = "vgg19"
     encoder_layers: int = Field(default=0, ge=0, description="4 for VGG19+Trans, 0 for BL")
     heads: int = Field(default=4, ge=1)
     hidden: int = Field(default=2048, ge=1)
