@@ -146,7 +146,7 @@ class Settings(_Strict):
     def _agree(self) -> Settings:
         if self.network.backbone.startswith("lite0") and self.weights == "none":
             raise ValueError(
-                "EfficientNet-Lite0 keeps its batch statistics frozen and cannot start from nothing; "
+                "Lite0 keeps its batch statistics frozen and cannot start from nothing; "
                 "use weights: imagenet or a file"
             )
         if self.network.kind == "regressor" and self.method == "p3net":
