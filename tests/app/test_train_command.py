@@ -31,6 +31,7 @@ TINY = {
     "network.hidden": "32",
     "network.heads": "2",
     "views.crop": "64",
+    "views.zoom": "1.5",
     "streaming.labelled": "2",
     "streaming.unlabelled": "2",
     "recipe.workers": "0",
