@@ -71,6 +71,15 @@ def test_lists_of_images_without_the_maker_s_places(model, tmp_path):
     assert found.how == {"data": "sha:part_A"}
 
 
+def test_a_folder_with_another_model_s_lists_is_left_as_it_was(model, tmp_path):
+    splits.write(Split(("train/other",)), tmp_path / "out" / "split")
+    splits.write(Split(("train/a",)), Path(model) / "split")
+    result = run(model, tmp_path / "out", "--lists")
+    assert isinstance(result.exception, InputError)
+    assert "holds another split" in str(result.exception)
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["split"]
+
+
 def test_lists_that_are_not_there_leave_nothing(model, tmp_path):
     result = run(model, tmp_path / "out", "--lists")
     assert isinstance(result.exception, InputError)

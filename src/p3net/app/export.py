@@ -62,9 +62,9 @@ def export(
     counter = load(model)
     split = splits.read(weights_file(model).parent / "split") if lists else None
     if to_folder:
-        exporting.save_pretrained(counter, out, licence=licence, half=half)
-        if split is not None:
+        if split is not None:  # first: it refuses a folder that holds another model's lists
             splits.write(replace(split, how=hub.public_facts(split.how)), out / "split")
+        exporting.save_pretrained(counter, out, licence=licence, half=half)
         also = ", the lists of its images" if lists else ""
         console.print(f"{out}: weights{also}, config.json and a model card", markup=False)
         if push is not None:
