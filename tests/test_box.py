@@ -84,6 +84,7 @@ def test_learning_goes_on_from_it_by_default(tmp_path):
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
     own = checkpoint.read(BOX / "model.safetensors")[1]
     assert settings["weights"] == "box"
+    assert settings["recipe"]["learning_rate"] == 5e-5  # what it knows is not to be unlearned
     assert settings["network"] == own["network"]["architecture"]
     sizes = checkpoint.sizing(own)
     assert {name: settings["views"][name] for name in asdict(sizes)} == asdict(sizes)

@@ -236,6 +236,10 @@ WITH_BACKBONE: dict[tuple[str, str], dict[str, Any]] = {
 """What a preset sets otherwise for a backbone that the user names: `quick` was set for Lite0."""
 
 
+FROM_A_MODEL: dict[str, dict[str, Any]] = {"quick": {"recipe": {"learning_rate": 5e-5}}}
+"""What a preset sets otherwise for a run that goes on from a trained model."""
+
+
 def settings(
     given: Mapping[str, Any], *, preset: str = "paper", source: str | Path | None = None
 ) -> Settings:

@@ -186,7 +186,7 @@ def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[s
     from dataclasses import asdict
 
     from p3net import checkpoint
-    from p3net.configuration import merge
+    from p3net.configuration import FROM_A_MODEL, merge
 
     start = start or given.get("weights")
     if start is None:
@@ -202,6 +202,7 @@ def _started(given: Mapping[str, Any], start: str | None, preset: str) -> dict[s
         "intervals": "auto",
         "views": asdict(checkpoint.sizing(record)),
     }
+    brought = merge(brought, FROM_A_MODEL.get(preset, {}))
     return merge(brought, merge(given, {"weights": start}))
 
 
