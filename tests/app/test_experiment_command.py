@@ -341,8 +341,8 @@ def test_attention_of_every_token_over_the_image(model, tmp_path):
     counter = checkpoint.load(model)
     first, second, cell_xy = paper_figures.attention_of(counter, Image.fromarray(pixels))
     tokens = len(first)
-    assert first.shape == second.shape == (tokens, 6, 9)  # 60×90 px by 1.5, 16 px a position
-    assert cell_xy == pytest.approx((16 / 1.5, 16 / 1.5))
+    assert first.shape == second.shape == (tokens, 10, 15)  # 60×90 px by 2.5, 16 px a position
+    assert cell_xy == pytest.approx((16 / 2.5, 16 / 2.5))
     for maps in (first, second):
         assert maps.sum(axis=(1, 2)) == pytest.approx(np.ones(tokens), abs=1e-4)
     rows = -(-(1 + 2 * tokens) // 6)
