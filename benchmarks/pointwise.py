@@ -23,8 +23,6 @@ def spread_of_ones(network: nn.Module, spread: int) -> None:
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             module.dilation = (spread, spread)
-            if hasattr(module, "spread"):
-                module.spread = spread
 
 
 def seconds(network: nn.Module, images: Tensor) -> tuple[float, float]:

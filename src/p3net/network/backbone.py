@@ -343,10 +343,11 @@ class _SameConv(nn.Conv2d):
     def __init__(
         self, inputs: int, outputs: int, kernel: int, stride: int, groups: int = 1
     ) -> None:
-        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
+        super().__init__(
+            inputs, outputs, kernel, stride, dilation=spread(kernel), groups=groups, bias=False
+        )
         total = kernel - stride  # for inputs that the stride divides
         self.pads = (total // 2, total - total // 2) * 2
-        self.spread = spread(kernel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x, self.weight)
@@ -357,7 +358,7 @@ class _SameConv(nn.Conv2d):
         if not even:
             x = F.pad(x, self.pads)
         padding = self.pads[0] if even else 0
-        return F.conv2d(x, weight, bias, self.stride, padding, self.spread, self.groups)
+        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
 def _frozen_norm(channels: int) -> nn.BatchNorm2d:
