@@ -1,7 +1,7 @@
 """Do 90 % intervals hold the truth in 90 % of images? On images that a model has not learned from.
 
     python benchmarks/coverage.py MODEL DATA [--split train] [--list HELD.txt] [--level 0.9]
-        [--calibrate 0.5] [--repeats 200]
+        [--calibrate 0.5] [--repeats 200] [--together]
 
 The images are drawn apart again and again: on one part the intervals are calibrated, on the other
 they are checked. Printed are the mean coverage over the draws and its deviation, and the mean
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--level", type=float, default=0.9)
     parser.add_argument("--calibrate", type=float, default=0.5, help="share of the images")
     parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--together", action="store_true", help="rank all images in one group")
     args = parser.parse_args()
     images = open_dataset(args.data).part(args.split)
     if args.list:
@@ -46,7 +47,11 @@ def main() -> None:
     for _ in range(args.repeats):
         order = rng.permutation(len(scored))
         cut = round(args.calibrate * len(scored))
-        calibration = uncertainty.Calibration(tuple(scored[i].score for i in order[:cut]))
+        known = [scored[i] for i in order[:cut]]
+        calibration = uncertainty.Calibration(
+            tuple(each.score for each in known),
+            counts=() if args.together else tuple(each.counted for each in known),
+        )
         rest = order[cut:]
         found = [
             uncertainty.interval(scored[i].counted, scored[i].spread, args.level, calibration)

@@ -108,6 +108,53 @@ def test_low_is_never_negative_and_parts_are_never_calibrated():
     assert not interval(5, 10, 0.9, known, whole=False).calibrated
 
 
+def test_an_image_is_ranked_among_its_like():
+    """Sixty images: half are counted low and off by one spread, half high and off by five."""
+    low, high = [float(n) for n in range(30)], [1000.0 + n for n in range(30)]
+    counts = [*high, *low]
+    scores = (5.0,) * 30 + (-1.0,) * 30
+    known = Calibration(scores, counts=tuple(counts))
+    assert known.multiplier(0.9, 3.0) == known.multiplier(0.9, 29.0) == (1.0, True)
+    assert known.multiplier(0.9, 1001.0) == known.multiplier(0.9, 9999.0) == (5.0, True)
+    assert known.multiplier(0.98, 3.0) == (5.0, True)  # takes 49 images: all together
+    few = Calibration(scores[1:], counts=tuple(counts[1:]))
+    assert few.multiplier(0.9, 3.0) == (5.0, True)  # 59 are no two groups
+    assert Calibration(scores).multiplier(0.9, 3.0) == (5.0, True)  # counts not known
+
+
+@given(st.integers(1, 200), st.floats(-5, 300), st.floats(0.5, 0.95))
+def test_every_image_has_one_group_of_its_like(images, count, level):
+    """The groups share out all images in order of their counts; a count falls into the nearest."""
+    known = Calibration(tuple(map(float, range(images))), counts=tuple(map(float, range(images))))
+    groups = dict.fromkeys(known.peers(float(each), level) for each in range(images))
+    assert tuple(score for group in groups for score in group) == known.scores
+    sizes = [len(group) for group in groups]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(groups) == 1 or min(sizes) >= max(uncertainty.GROUP, 3 * level / (1 - level) - 1e-6)
+    own = known.peers(count, level)
+    assert own in groups
+    assert own[0] - 1 < count <= own[-1] or own in (known.peers(0, level), [*groups][-1])
+
+
+def test_intervals_hold_among_dense_images_too():
+    """Dense images are off by five times as many spreads: one group for all leaves them out."""
+    rng = np.random.default_rng(1)
+    held = {True: [0, 0], False: [0, 0]}
+    for _ in range(300):
+        dense = rng.random(121) < 0.4
+        counts = np.where(dense, 500.0, 50.0) + rng.uniform(0, 10, 121)
+        scores = rng.normal(size=121) * np.where(dense, 5, 1)
+        for grouped, tally in held.items():
+            if dense[-1]:
+                known = Calibration(
+                    tuple(scores[:-1]), counts=tuple(counts[:-1]) if grouped else ()
+                )
+                tally[0] += abs(scores[-1]) <= known.multiplier(0.9, counts[-1])[0]
+                tally[1] += 1
+    grouped, together = (held[each][0] / held[each][1] for each in (True, False))
+    assert grouped > 0.82 > together
+
+
 # --- keeping it --------------------------------------------------------------------------------
 
 
@@ -118,10 +165,24 @@ def test_a_calibration_survives_json():
     assert record == {"scores": [-1.0, 0.5, 2.0], "images": 3, "data": "photos"}
     assert Calibration.of({"calibration": record}) == known
     assert Calibration.of({}) is None
+    both = Calibration((2.0, -1.0, 0.5), "photos", (7.0, 9.0, 8.0))
+    assert (both.scores, both.counts) == ((2.0, 0.5, -1.0), (7.0, 8.0, 9.0))
+    assert Calibration.of({"calibration": both.to_dict()}) == both
 
 
 @pytest.mark.parametrize(
-    "record", [{}, [], 3, {"scores": []}, {"scores": ["a"]}, {"scores": [math.nan]}]
+    "record",
+    [
+        {},
+        [],
+        3,
+        {"scores": []},
+        {"scores": ["a"]},
+        {"scores": [math.nan]},
+        {"scores": [1.0], "counts": [1.0, 2.0]},
+        {"scores": [1.0], "counts": [math.inf]},
+        {"scores": [1.0], "counts": 3},
+    ],
 )
 def test_a_damaged_calibration(record):
     with pytest.raises(InputError, match="damaged; calibrate it again"):
@@ -147,13 +208,15 @@ def test_calibrating_a_model(counter, images, tmp_path):
     assert not before.interval.calibrated
     known = calibrate(counter, images)
     assert "calibration" not in counter.metadata
-    scores = []
+    counted = []
     for each in images.samples:
         with each.open() as image:
             found = counter.count(image)
         unit = 3 + float(np.sqrt(found.variance).sum())
-        scores.append((true_count(each) - found.count) / unit)
-    assert known.metadata["calibration"]["scores"] == pytest.approx(sorted(scores), rel=1e-5)
+        counted.append((found.count, (true_count(each) - found.count) / unit))
+    counts, scores = zip(*sorted(counted), strict=True)
+    assert known.metadata["calibration"]["scores"] == pytest.approx(scores, rel=1e-5)
+    assert known.metadata["calibration"]["counts"] == pytest.approx(counts, rel=1e-5)
     assert known.metadata["calibration"]["images"] == 10
     checkpoint.save(tmp_path / "model.safetensors", known.network, known.metadata)
     with sample.open() as image:
@@ -202,7 +265,7 @@ def test_which_images_it_was_is_written_down(counter):
     two = calibrated(counter, scored[::-1], "photos").metadata["calibration"]
     other = calibrated(counter, [replace(scored[0], key="c"), scored[1]], "photos")
     assert one == two
-    assert one["scores"] == [-0.5, 0.25]
+    assert one["scores"] == [0.25, -0.5]  # in order of what was counted
     assert one["data"].startswith("photos (images ")
     assert other.metadata["calibration"]["data"] != one["data"]
 
@@ -231,4 +294,4 @@ def test_a_run_calibrates_its_model_on_the_validation_images(tmp_path):
         assert found.variance is not None
         unit = 3 + float(np.sqrt(found.variance).sum())
         scores.append((true_count(sample) - found.count) / unit)
-    assert record["calibration"]["scores"] == pytest.approx(sorted(scores), rel=1e-5)
+    assert sorted(record["calibration"]["scores"]) == pytest.approx(sorted(scores), rel=1e-5)

@@ -188,10 +188,13 @@ def calibrate(
 def calibrated(counter: Counter, scored: Sequence[Scored], data: str) -> Counter:
     """The same model with intervals from these scores; `data` says where they come from."""
     names = hashlib.sha256("\n".join(sorted(each.key for each in scored)).encode())
-    made = uncertainty.Calibration(
-        tuple(each.score for each in scored), f"{data} (images {names.hexdigest()[:12]})"
-    )
+    made = _calibration(scored, f"{data} (images {names.hexdigest()[:12]})")
     return replace(counter, metadata={**counter.metadata, uncertainty.KEY: made.to_dict()})
+
+
+def _calibration(scored: Sequence[Scored], data: str = "") -> uncertainty.Calibration:
+    scores = tuple(each.score for each in scored)
+    return uncertainty.Calibration(scores, data, tuple(each.counted for each in scored))
 
 
 def held_out(scored: Sequence[Scored], level: float) -> Coverage:
@@ -201,10 +204,8 @@ def held_out(scored: Sequence[Scored], level: float) -> Coverage:
     found = []
     for index, each in enumerate(scored):
         others = [*scored[:index], *scored[index + 1 :]]
-        calibration = uncertainty.Calibration(tuple(other.score for other in others))
-        found.append(
-            (each.truth, uncertainty.interval(each.counted, each.spread, level, calibration))
-        )
+        known = _calibration(others)
+        found.append((each.truth, uncertainty.interval(each.counted, each.spread, level, known)))
     return _coverage(found)
 
 

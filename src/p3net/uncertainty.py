@@ -7,13 +7,17 @@ conformal prediction does: on n images with known counts that the network has no
 the scores s = (truth − count) / u, with u the spread, are ranked. If the next image is
 exchangeable with them, its score falls among theirs at a random place, and an interval as
 wide as their quantile holds the truth with at least the probability asked for, whatever the
-distribution (Lei et al. 2018). `docs/results.md` compares choices of u.
+distribution (Lei et al. 2018). `docs/results.md` compares choices of u. That is a promise over all
+images: dense ones, which a network misjudges most, would get too little and sparse ones too
+much. So an image is ranked among those counted about as high, wherever there are enough of them
+(Mondrian conformal prediction), and the promise holds for each such group.
 
 Shapes: B images, h×w cells.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,18 +73,27 @@ class Calibration:
     """What a model's errors were, in units of its own spread, on images it had not learned from.
 
     Attributes:
-        scores: (truth − count) / u of every image, in ascending order.
+        scores: (truth − count) / u of every image.
         data: which images these were.
+        counts: what was counted in each, if that is known; both are kept in ascending order of
+            these, or of the scores.
     """
 
     scores: tuple[float, ...]
     data: str = ""
+    counts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check and sort the scores."""
-        if not self.scores or not all(map(math.isfinite, self.scores)):
+        """Check and sort."""
+        counts = self.counts or (0.0,) * len(self.scores)
+        if not self.scores or not all(map(math.isfinite, (*self.scores, *counts))):
             raise InputError("a calibration needs scores, all of them finite")
-        object.__setattr__(self, "scores", tuple(sorted(map(float, self.scores))))
+        pairs = sorted(
+            (float(count), float(each)) for count, each in zip(counts, self.scores, strict=True)
+        )
+        object.__setattr__(self, "scores", tuple(each for _, each in pairs))
+        if self.counts:
+            object.__setattr__(self, "counts", tuple(count for count, _ in pairs))
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Calibration | None:
@@ -89,21 +102,47 @@ class Calibration:
         if record is None:
             return None
         try:
-            return cls(tuple(record["scores"]), str(record.get("data", "")))
+            counts = tuple(record.get("counts", ()))
+            return cls(tuple(record["scores"]), str(record.get("data", "")), counts)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise InputError("the model's calibration is damaged; calibrate it again") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"scores": list(self.scores), "images": len(self.scores), "data": self.data}
+        known = {"counts": list(self.counts)} if self.counts else {}
+        return {
+            "scores": list(self.scores),
+            **known,
+            "images": len(self.scores),
+            "data": self.data,
+        }
 
-    def multiplier(self, level: float) -> tuple[float, bool]:
+    def peers(self, count: float, level: float) -> tuple[float, ...]:
+        """The scores of the images counted about as high as `count`.
+
+        Groups of equal size, at least `GROUP` images and three times what the level takes, so that
+        not the largest score alone decides; all of them where there are no more than that.
+        """
+        images = len(self.scores)
+        least = max(GROUP, math.ceil(round(3 * level / (1 - level), 9)))
+        groups = max(1, images // least) if self.counts else 1
+        place = bisect.bisect_left(self.counts, count) if self.counts else 0
+        own = min(place * groups // images, groups - 1)
+        first, last = (-(-edge * images // groups) for edge in (own, own + 1))
+        return self.scores[first:last]
+
+    def multiplier(self, level: float, count: float = 0.0) -> tuple[float, bool]:
         """How many spreads to either side of a count to go, and whether that is calibrated.
 
         With too few images for the level it is the largest there was, which is not.
         """
-        sizes, at = sorted(map(abs, self.scores)), rank(level, len(self.scores))
+        sizes = sorted(map(abs, self.peers(count, level)))
+        at = rank(level, len(sizes))
         return sizes[min(at, len(sizes)) - 1], at <= len(sizes)
+
+
+GROUP = 30
+"""Images that are enough for ranking a count among its like alone."""
 
 
 def rank(level: float, images: int) -> int:
@@ -127,6 +166,6 @@ def interval(
     if calibration is None:
         times, calibrated = NormalDist().inv_cdf((1 + level) / 2), False
     else:
-        times, calibrated = calibration.multiplier(level)
+        times, calibrated = calibration.multiplier(level, count)
     reach = times * unit
     return Interval(max(0.0, count - reach), count + reach, level, calibrated and whole)
