@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from p3net.network.backbone import VGG19
+from p3net.network.vgg import VGG19
 from p3net.network.winograd import Conv3x3, pays, winograd_conv2d
 
 LAYERS = (  # channels in and out, stride of the map

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from p3net.allocator import keep_freed_memory
-from p3net.network.backbone import BACKBONES
+from p3net.network.backbones import BACKBONES
 
 
 def spread_of_ones(network: nn.Module, spread: int) -> None:

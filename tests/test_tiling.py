@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from p3net import tiling
 from p3net.errors import InputError
-from p3net.network.backbone import BACKBONES, Backbone, Lite0
+from p3net.network.backbone import Backbone
+from p3net.network.backbones import BACKBONES
 from p3net.network.decoder import Attention
+from p3net.network.lite0 import Lite0
 from p3net.network.p3net import Architecture, Output, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from p3net.data.transforms import Pixels, to_float
 from p3net.errors import InputError
-from p3net.network.backbone import VGG19, Backbone, Stage
+from p3net.network.backbone import Backbone, Stage
 from p3net.network.fusion import upsample
 from p3net.network.p3net import Output, P3Net
 from p3net.network.regressor import Regressor
+from p3net.network.vgg import VGG19
 from p3net.targets import CELL, grid_hw
 from p3net.uncertainty import cell_variance
 

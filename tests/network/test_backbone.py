@@ -5,12 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from p3net.network.backbone import (
-    BACKBONES,
-    VGG19,
-    Backbone,
-    Lite0,
-)
+from p3net.network.backbone import Backbone
+from p3net.network.backbones import BACKBONES
+from p3net.network.lite0 import Lite0
+from p3net.network.vgg import VGG19
 from p3net.network.weights import load_backbone, pretrained_file
 
 CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 16, 19, 21, 23, 25, 28, 30, 32, 34)

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Intervals
-from p3net.network.backbone import BACKBONES
+from p3net.network.backbones import BACKBONES
 from p3net.network.p3net import PLANS, Architecture, P3Net
 
 PAIR = (

@@ -12,11 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from p3net.errors import InputError
-from p3net.network.backbone import (
-    VGG19,
-    Backbone,
-    Small,
-)
+from p3net.network.backbone import Backbone
+from p3net.network.backbones import Small
+from p3net.network.vgg import VGG19
 from p3net.network.weights import load_backbone, pretrained_file, read_weights
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Pair
-from p3net.network.backbone import BACKBONES
+from p3net.network.backbones import BACKBONES
 from p3net.network.decoder import Decoder
 from p3net.network.fusion import DECODINGS, FUSIONS, crop, modulate, upsample
 from p3net.targets import CELL, grid_hw

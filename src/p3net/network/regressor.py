@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from p3net.network.backbone import BACKBONES
+from p3net.network.backbones import BACKBONES
 from p3net.network.decoder import Attention
 from p3net.network.fusion import crop, upsample
 from p3net.network.p3net import Output
