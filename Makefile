@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test format clean
+.PHONY: demo test format box clean
 
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,15 @@ test: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The model in the box, anew, in some hours: make box SHANGHAITECH=the folder of part_A and part_B
+BOX_DATA = sha:$(SHANGHAITECH)/part_A + shb:$(SHANGHAITECH)/part_B + synthetic:7?train=30&val=0&test=0&most=0
+
+box: $(VENV)/.run
+	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=48' --config experiments/recipes/box.yaml --out runs/box-1
+	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-on.yaml \
+	  --from runs/box-1 --out runs/box
+	$(BIN)/p3net export runs/box src/p3net/box --half --lists
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

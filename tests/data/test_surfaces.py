@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from p3net.data.catalogue import open_dataset
-from p3net.data.surfaces import SURFACES, _grains, render
+from p3net.data.surfaces import SURFACES, _faces, _grains, _heap, render
 from p3net.errors import InputError
 from p3net.randomness import generator
 
@@ -50,6 +50,32 @@ def test_the_nearest_grains_are_the_nearest():
         squares = np.sort(((spots - place) ** 2).sum(-1).ravel())
         assert near[y, x] == pytest.approx(squares[0], abs=1e-3)
         assert far[y, x] > squares[1] - 1e-3  # seldom more: only 3×3 squares are looked at
+
+
+def test_a_place_is_inside_a_grain_where_it_is_on_the_inner_side_of_every_face():
+    rows, columns = np.mgrid[-1.2:1.2:25j, -1.2:1.2:31j]
+    depth, lit = _faces(generator(3, 1), columns, rows, np.array((0.4, -0.2)))
+    sides = generator(3, 1).random((6, 3)) * 2 - 1
+    for (y, x), found in np.ndenumerate(depth):
+        past = []  # how far beyond each face, and how that is lit
+        for a, b, out in sides:
+            long = abs(a) + abs(b) + 1e-6
+            across = (a * columns[y, x] + b * rows[y, x]) / long
+            glow = (a * 0.4 - b * 0.2) / long
+            past.append((across - 0.55 - 0.15 * out, 1 + glow))
+            past.append((-across - 0.55 + 0.15 * out, 1 - glow))
+        assert found == pytest.approx(max(past)[0])
+        assert lit[y, x] == pytest.approx(max(past)[1])
+    assert 0.1 < (depth < 0).mean() < 0.6
+
+
+@pytest.mark.parametrize("kind", [each for each in SURFACES if each.heaped], ids=lambda k: k.name)
+def test_a_heap_hides_most_of_its_ground(kind):
+    light, tone = _heap(generator(2, 9), (120, 160), kind)
+    covered = tone > 0
+    assert 0.6 < covered.mean() < 1
+    assert np.all(light[~covered] == np.float32(1 - kind.gap))
+    assert len(np.unique(tone)) > 50  # grains, each with its own
 
 
 @pytest.mark.parametrize(
