@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from p3net.network.backbone import Backbone, Stage
+from p3net.network.depthwise import depthwise
 from p3net.network.fusion import upsample
 from p3net.network.winograd import Conv3x3
 
@@ -124,7 +125,9 @@ class _SameConv(nn.Conv2d):
         if not even:
             x = F.pad(x, self.pads)
         padding = self.pads[0] if even else 0
-        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        if self.groups > 1:
+            return depthwise(x, weight, bias, self.stride[0], padding)
+        return F.conv2d(x, weight, bias, self.stride, padding, self.dilation)
 
 
 def _frozen_norm(channels: int) -> nn.BatchNorm2d:
@@ -218,4 +221,6 @@ class _Residual(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.add(x, self.project(F.relu(self.filter(F.relu(self.expand(x))))))
+        wide = F.relu(self.expand(x))
+        wide = F.relu(depthwise(wide, self.filter.weight, self.filter.bias, padding=2))
+        return torch.add(x, self.project(wide))
