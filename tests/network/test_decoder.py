@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,45 @@ def test_attention_and_its_weights_are_torchs():
     mixed, weights = theirs(query, memory, memory, need_weights=True, average_attn_weights=True)
     torch.testing.assert_close(ours(query, memory), mixed, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.weights(query, memory), weights, rtol=1e-5, atol=1e-6)
+
+
+def test_turned_queries_are_the_same_attention():
+    """Three queries of two heads in a width of 16 are turned; projected positions say the same."""
+    torch.manual_seed(3)
+    attention = Attention(16, 2, 0.0)
+    nn.init.normal_(attention.in_proj_bias)
+    query = torch.randn(2, 3, 16, requires_grad=True)
+    memory = torch.randn(2, 20, 16, requires_grad=True)
+    assert attention._turns(query, memory)
+    inputs = (query, memory, *attention.parameters())
+    ours = attention(query, memory)
+    with patch.object(Attention, "_turns", return_value=False):
+        plain = attention(query, memory)
+    torch.testing.assert_close(ours, plain)
+    direction = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, inputs, direction)
+    expected = torch.autograd.grad(plain, inputs, direction)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_turned_queries_drops_values_and_their_bias():
+    """With all weights dropped nothing is left but the last projection's own bias."""
+    torch.manual_seed(3)
+    attention = Attention(16, 2, 0.999999).train()
+    nn.init.ones_(attention.in_proj_bias)
+    query, memory = torch.randn(2, 3, 16), torch.randn(2, 20, 16)
+    assert attention._turns(query, memory)
+    torch.testing.assert_close(
+        attention(query, memory), attention.out_proj.bias.expand(2, 3, 16), rtol=0, atol=0
+    )
+
+
+def test_positions_are_projected_where_queries_are_many():
+    attention = Attention(16, 2, 0.0)
+    memory = torch.randn(1, 20, 16)
+    assert not attention._turns(torch.randn(1, 8, 16), memory)  # 8 · 2 is not below 16
+    assert not attention._turns(memory, memory)
+    assert not attention._turns(torch.randn(1, 3, 16), memory.to("meta"))
 
 
 @torch.no_grad()

@@ -37,30 +37,63 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, memory: Tensor | Sequence[Tensor]) -> Tensor:
         """B×C×d, B×N×d → B×C×d; a memory in parts is attended to one part after the other."""
-        if isinstance(memory, Tensor):
+        if isinstance(memory, Tensor) and not self._turns(query, memory):
             q, k, v = self._project(query, memory)
             mixed = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0
             )
         else:
-            mixed = self._fold(query, memory)
+            mixed = self._turned(query, [memory] if isinstance(memory, Tensor) else memory)
         return cast("Tensor", self.out_proj(mixed.transpose(1, 2).flatten(2)))
 
-    def _fold(self, query: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Attention by a running softmax: sums relative to the largest score so far; no dropout."""
-        size = (len(query), self.heads, query.shape[1])
-        peak = query.new_full((*size, 1), -math.inf)
-        total = query.new_zeros(*size, 1)
-        mixed = query.new_zeros(*size, query.shape[2] // self.heads)
+    def _turns(self, query: Tensor, memory: Tensor) -> bool:
+        """Whether to turn few queries instead of many positions: on a CPU, where it is faster."""
+        if memory.device.type != "cpu" or torch.compiler.is_exporting():
+            return False
+        few, width = query.shape[1:]
+        return bool(few * self.heads < width and few < memory.shape[1])
+
+    def _turned(self, query: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """The same with q·(K m) as (qᵀK)·m and Σ a (V m) as V (Σ a m): B×heads×C×d/heads.
+
+        Few queries are turned into the space of the memory's many positions, which need no
+        projection. The keys' bias moves all scores of a query alike, which softmax does not see.
+        """
+        width = query.shape[-1]
+        size = width // self.heads
+        weight_q, weight_k, weight_v = self.in_proj_weight.chunk(3)
+        bias_q, _, bias_v = self.in_proj_bias.chunk(3)
+        q = self._split(F.linear(query, weight_q, bias_q) / math.sqrt(size))
+        turned = (q @ weight_k.view(self.heads, size, width)).flatten(1, 2)
+        mixed, total = self._mix(turned, parts)
+        by_head = (len(query), self.heads, query.shape[1], -1)
+        values = mixed.view(by_head) @ weight_v.view(self.heads, size, width).transpose(1, 2)
+        return values + total.view(by_head) * bias_v.view(self.heads, 1, size)
+
+    def _mix(self, queries: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """B×Q×d queries → the positions weighed by softmax of the scores, and the weights' sums.
+
+        The sums are 1 but for dropout.
+
+        Over parts by a running softmax, with sums relative to the largest score so far and without
+        dropout.
+        """
+        if len(parts) == 1:
+            weights = (queries @ parts[0].transpose(1, 2)).softmax(-1)
+            if not (self.training and self.dropout):
+                return weights @ parts[0], queries.new_ones(*queries.shape[:2], 1)
+            weights = F.dropout(weights, self.dropout)
+            return weights @ parts[0], weights.sum(-1, keepdim=True)
+        peak = queries.new_full((*queries.shape[:2], 1), -math.inf)
+        total, mixed = torch.zeros_like(peak), torch.zeros_like(queries)
         for part in parts:
-            q, k, v = self._project(query, part)
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            scores = queries @ part.transpose(1, 2)
             higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
             fade, weights = (peak - higher).exp(), (scores - higher).exp()
             total = total * fade + weights.sum(-1, keepdim=True)
-            mixed = mixed * fade + weights @ v
+            mixed = mixed * fade + weights @ part
             peak = higher
-        return mixed / total
+        return mixed / total, queries.new_ones(*queries.shape[:2], 1)
 
     def weights(self, query: Tensor, memory: Tensor) -> Tensor:
         """How much each query attends to each position, mean over heads: B×C×N, rows sum to 1."""
