@@ -199,7 +199,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "streaming": {"labelled": 8, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {
-            "steps": 1200,
+            "steps": 3600,
             "optimiser": "adamw",
             "learning_rate": 4e-4,
             "backbone_factor": 0.3,
@@ -236,7 +236,9 @@ WITH_BACKBONE: dict[tuple[str, str], dict[str, Any]] = {
 """What a preset sets otherwise for a backbone that the user names: `quick` was set for Lite0."""
 
 
-FROM_A_MODEL: dict[str, dict[str, Any]] = {"quick": {"recipe": {"learning_rate": 5e-5}}}
+FROM_A_MODEL: dict[str, dict[str, Any]] = {
+    "quick": {"recipe": {"steps": 1200, "learning_rate": 5e-5}}
+}
 """What a preset sets otherwise for a run that goes on from a trained model."""
 
 

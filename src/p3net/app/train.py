@@ -69,7 +69,14 @@ def train(
             "published sets), imagenet, none, or a model: a run's folder or a file.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How long to train.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How long to train; quick: 3600, some 45 minutes of one core, and from a model "
+            "1200, a quarter of an hour.",
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of split, weights, order, crops.")
     ] = None,
