@@ -33,9 +33,12 @@ BOX_DATA = sha:$(SHANGHAITECH)/part_A + shb:$(SHANGHAITECH)/part_B + synthetic:7
 
 box: $(VENV)/.run
 	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=48' --config experiments/recipes/box.yaml --out runs/box-1
-	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-on.yaml \
-	  --from runs/box-1 --out runs/box
-	$(BIN)/p3net export runs/box src/p3net/box --half --lists
+	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-2.yaml \
+	  --from runs/box-1 --out runs/box-2
+	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-3.yaml \
+	  --from runs/box-2 --out runs/box-3
+	rm -r src/p3net/box/split
+	$(BIN)/p3net export runs/box-3 src/p3net/box --half --lists
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

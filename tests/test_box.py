@@ -24,7 +24,7 @@ BOX = Path(p3net.__file__).parent / "box"
 def test_it_fits_and_names_no_place_of_a_machine():
     assert (BOX / "model.safetensors").stat().st_size <= 10_000_000
     _, record = checkpoint.read(BOX / "model.safetensors")
-    empty = "synthetic:7?train=30&val=0&test=0&most=0 + surfaces:7?train=48"
+    empty = "synthetic:7?train=30&val=0&test=0&most=0 + surfaces:7?train=72"
     assert record["settings"]["data"] == f"sha:part_A + shb:part_B + {empty}"
     files = [BOX / "config.json", BOX / "split" / "split.json"]
     for text in (json.dumps(record), *(path.read_text(encoding="utf-8") for path in files)):
@@ -36,7 +36,7 @@ def test_it_learned_from_no_development_image():
     lists = Path(__file__).parent.parent / "experiments" / "lists"
     held = splits.read_list(lists / "box-val.txt")
     assert {f"train/{name}" for name in held} == set(split.validation)
-    assert (len(split.labelled), len(split.validation), len(split.test)) == (618, 160, 0)
+    assert (len(split.labelled), len(split.validation), len(split.test)) == (642, 160, 0)
     assert checkpoint.read(BOX / "model.safetensors")[1]["split"]["hash"] == split.hash
 
 
