@@ -28,10 +28,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The model in the box, anew, in some hours: make box SHANGHAITECH=the folder of part_A and part_B
+# The model in the box, anew, in some hours (its card, README.md, is written by hand: keep it): make box SHANGHAITECH=the folder of part_A and part_B
 BOX_DATA = sha:$(SHANGHAITECH)/part_A + shb:$(SHANGHAITECH)/part_B + synthetic:7?train=30&val=0&test=0&most=0
 
 box: $(VENV)/.run
+	@test -d '$(SHANGHAITECH)/part_A' || { echo 'make box SHANGHAITECH=the folder of part_A and part_B'; exit 2; }
 	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=48' --config experiments/recipes/box.yaml --out runs/box-1
 	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-2.yaml \
 	  --from runs/box-1 --out runs/box-2
