@@ -11,7 +11,7 @@ ROOT = Path(p3net.__file__).parent
 
 # fmt: off
 ORDER = (
-    "errors", "randomness", "allocator", "structures", "intervals", "targets",
+    "errors", "randomness", "allocator", "locking", "structures", "intervals", "targets",
     "data.layout", "data.images", "data.matfile", "data.readers", "data.annotations",
     "data.folders", "data.exports", "data.formats", "data.sprites", "data.scenery",
     "data.synthetic", "data.surfaces", "data.catalogue", "data.splits", "data.checking",

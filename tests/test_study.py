@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import statistics
+import subprocess
+import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +210,22 @@ def test_the_images_that_judge_may_not_choose(tmp_path):
     ]
 
 
+@contextmanager
+def other_process_in(folder):
+    """Another process holds the run in this folder."""
+    code = (
+        "import sys; from pathlib import Path; from p3net.locking import alone\n"
+        "with alone(Path(sys.argv[1]) / '.lock', wait=True): print(flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield
+
+
 def test_two_processes_that_want_one_run_take_turns(tmp_path):
     one = trial.Trial("a", tiny(), "test")
-    one.folder(tmp_path).mkdir(parents=True)
-    with (one.folder(tmp_path) / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with other_process_in(one.folder(tmp_path)):
         waiting = threading.Thread(
             target=trial.perform, args=(one, tmp_path, cut_after(1)), daemon=True
         )

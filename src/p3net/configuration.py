@@ -98,6 +98,12 @@ class Settings(_Strict):
     light: float = Field(
         default=0.0, ge=0, le=1, description="change of light and colour of the labelled crops"
     )
+    soft: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the detail that labelled crops and second views may lose",
+    )
     total: bool = Field(
         default=False, description="learn the labelled crops' counts as well as their densities"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from p3net.data.transforms import apply_to_points, default_backend, whole_view
 from p3net.errors import InputError
 from p3net.evaluation import ImageResult, Scored, calibrated, count_samples, score
 from p3net.intervals import PUBLISHED, Pair, fit
+from p3net.locking import alone
 from p3net.methods.base import Method
 from p3net.methods.mean_teacher import MeanTeacher
 from p3net.methods.p3net import P3NetMethod
@@ -68,6 +70,7 @@ def prepare(chosen: Settings, dataset: Dataset | None = None) -> Prepared:
         "sigma": chosen.sigma,
         "per_cell": chosen.per_cell,
         "light": chosen.light,
+        "soft": chosen.soft,
         "total": chosen.total,
     }
     views: dict[str, Any] = {"strong": chosen.strong, "hidden": chosen.hidden}
@@ -240,15 +243,30 @@ def run(
 ) -> Counter:
     """Train in a folder and give the model to count with.
 
-    A folder that holds another run is refused; with `resume` it must hold this very one. Runs on
-    the same images may share a cache.
+    A folder that holds another run is refused, and so is one in which another process trains; with
+    `resume` it must hold this very run. Runs on the same images may share a cache.
     """
     world = world or training.World()
     keep_freed_memory()
     record = json.loads(json.dumps(prepared.metadata))
-    if world.rank == 0:
-        _claim(folder, record, resume=resume)
-        splits.write(prepared.split, folder / "split")
+    with alone(folder / ".training", wait=False) if world.rank == 0 else nullcontext():
+        if world.rank == 0:
+            _claim(folder, record, resume=resume)
+            splits.write(prepared.split, folder / "split")
+        return _trained(prepared, folder, record, report, world, cache, resume=resume)
+
+
+def _trained(
+    prepared: Prepared,
+    folder: Path,
+    record: Mapping[str, Any],
+    report: Callable[[training.Progress], None],
+    world: training.World,
+    cache: Cache | None,
+    *,
+    resume: bool,
+) -> Counter:
+    """The model of a run whose folder is claimed, its intervals calibrated where that is known."""
     chosen = prepared.settings
     held = prepared.data.validation
     latest: list[Scored] = []  # of the last validation, which may be of the final weights
@@ -323,7 +341,6 @@ def _claim(folder: Path, record: Mapping[str, Any], *, resume: bool) -> None:
                 )
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False), encoding="utf-8")
         temporary.replace(path)

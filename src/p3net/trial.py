@@ -11,8 +11,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from p3net.data.cache import Cache
 from p3net.data.catalogue import SYNTHETIC, open_dataset
 from p3net.errors import InputError
 from p3net.evaluation import count_samples
+from p3net.locking import alone
 from p3net.structures import Dataset, Marks, Sample, as_points
 
 
@@ -87,7 +87,7 @@ def perform(
     done. Images are rendered, and prepared copies made, once for all runs in `out`.
     """
     folder = trial.folder(out)
-    with _alone(folder):
+    with alone(folder / ".lock", wait=True):
         if trial.result(out).exists():
             return
         dataset = open_dataset(trial.settings.data)
@@ -136,26 +136,6 @@ def write_whole(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"could not be written: {error.strerror}", source=path) from None
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time; a killed one lets go by itself. Nothing where locks are not known."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise InputError(
-            f"a run cannot be kept here: {error.strerror}; choose another --out", source=folder
-        ) from None
-    with file:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def hardware() -> str:

@@ -318,6 +318,22 @@ def test_killed_at_five_random_moments(tmp_path, whole):
     assert_equal_runs(whole, out)
 
 
+def test_a_second_process_in_the_folder_is_refused_and_harms_nothing(tmp_path, whole):
+    out = tmp_path / "run"
+    first = start(arguments(out), code=PACED)
+    wait_until(lambda: (out / "log.jsonl").exists() and len(steps(out)) >= 1, first)
+    first.send_signal(signal.SIGSTOP)  # so that it is there for certain
+    try:
+        code, errors = finish(start(["train", "--out", str(out), "--resume"]))
+    finally:
+        first.send_signal(signal.SIGCONT)
+        ended = finish(first)[0]
+    assert code == 2
+    assert "another process is training in this folder" in errors
+    assert ended == 0
+    assert_equal_runs(whole, out)
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path, whole):
     out = tmp_path / "run"
     process = start(arguments(out), code=PACED)

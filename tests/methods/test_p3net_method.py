@@ -138,14 +138,16 @@ def test_the_relative_consistency_is_a_weighted_square_across_views_worked_by_ha
     net = network()
     unseen = crops(3, 4, points=False)
     threshold = 0.1
-    method = P3NetMethod(net, threshold=threshold, strong=0.8, consistency="relative", teacher=0.9)
+    method = P3NetMethod(
+        net, threshold=threshold, strong=0.8, consistency="relative", teacher=0.9, soft=0.6
+    )
     with torch.no_grad():  # a teacher that differs from its student
         for parameter in method.teacher.network.parameters():
             parameter.add_(0.01)
     losses = method(Step(0, None, unseen), Divisors(1, 2))
     with torch.no_grad():
         plain = method.teacher.network(unseen.images)
-        strong = net(strong_view(unseen.images, unseen.seeds, 0.8))
+        strong = net(strong_view(unseen.images, unseen.seeds, 0.8, soft=0.6))
     total, kept = 0.0, 0
     for image, row, column in np.ndindex(2, 4, 4):
         cell = (image, row, column)
@@ -178,14 +180,15 @@ def test_the_relative_consistency_aims_at_the_mean():
     assert float(guess.detach()) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_labelled_crops_are_learned_from_in_other_light():
+@pytest.mark.parametrize(("light", "soft"), [(0.7, 0.0), (0.0, 0.9), (0.7, 0.9)])
+def test_labelled_crops_are_learned_from_in_other_light_and_soft(light, soft):
     net, seen = network(), crops(1, 2, points=True)
     lit = crops(1, 2, points=True)
-    other = Batch(
-        strong_view(lit.images, lit.seeds, 0.7), lit.points_xy, lit.names, lit.shorter_sides, (0, 0)
-    )
+    shown = strong_view(lit.images, lit.seeds, light, soft=soft)
+    other = Batch(shown, lit.points_xy, lit.names, lit.shorter_sides, (0, 0))
     for method in (Supervised, P3NetMethod):
-        ours = method(net, light=0.7)(Step(0, seen, None), Divisors(2, 1)).terms["pdm"]
+        ours = method(net, light=light, soft=soft)
+        ours = ours(Step(0, seen, None), Divisors(2, 1)).terms["pdm"]
         plain = method(net)(Step(0, seen, None), Divisors(2, 1)).terms["pdm"]
         by_hand = method(net)(Step(0, other, None), Divisors(2, 1)).terms["pdm"]
         torch.testing.assert_close(ours, by_hand)

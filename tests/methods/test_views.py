@@ -36,11 +36,30 @@ def test_hidden_squares_have_one_colour_and_about_the_share_asked_for() -> None:
     assert 0.15 < float(flat.float().mean()) < 0.35
 
 
+def test_half_of_the_soft_views_lose_up_to_the_share_of_detail_asked_for() -> None:
+    waves = torch.linspace(0, 64 * torch.pi, 257)[:256].cos() * 0.4 + 0.5  # 8 px long
+    images = waves.expand(400, 3, 32, 256)
+    view = strong_view(images, range(400), 0.0, soft=0.8)
+    torch.testing.assert_close(view.mean((1, 2, 3)), images.mean((1, 2, 3)), atol=2e-3, rtol=0)
+    height = view.std((1, 2, 3)) / images.std((1, 2, 3))
+    same = (view - images).abs().amax((1, 2, 3)) < 1e-5
+    assert 0.42 < float(same.float().mean()) < 0.58
+    assert float(height.max()) < 1 + 1e-5
+    assert float(height.min()) < 0.2  # a fifth of the size: waves of 1.6 px are all but gone
+    mild = strong_view(images, range(400), 0.0, soft=0.2).std((1, 2, 3)) / images.std((1, 2, 3))
+    assert float(mild.min()) > 0.75
+
+
+def test_sharpness_leaves_the_other_draws_alone_where_it_is_not_asked_for() -> None:
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(strong_view(images, (1, 2), 0.7), strong_view(images, (1, 2), 0.7, soft=0.0))
+
+
 def test_a_batch_equals_its_images() -> None:
     images = torch.rand(3, 3, 32, 32)
-    together = strong_view(images, (7, 8, 9), 0.5, 0.2)
+    together = strong_view(images, (7, 8, 9), 0.5, 0.2, 0.5)
     for index in range(3):
-        alone = strong_view(images[index : index + 1], (7 + index,), 0.5, 0.2)
+        alone = strong_view(images[index : index + 1], (7 + index,), 0.5, 0.2, 0.5)
         assert torch.equal(together[index], alone[0])
 
 

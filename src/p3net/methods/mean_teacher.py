@@ -50,8 +50,8 @@ class MeanTeacher(Supervised):
     def unlabelled_loss(self, batch: Batch, divisors: Divisors) -> Tensor:
         """Mean over the step's unlabelled images and their cells of (student − teacher)²."""
         other_seeds = [seed ^ 1 for seed in batch.seeds]
-        seen = strong_view(batch.images, batch.seeds, self.strong, self.hidden)
-        also = strong_view(batch.images, other_seeds, self.strong, self.hidden)
+        seen = strong_view(batch.images, batch.seeds, self.strong, self.hidden, self.soft)
+        also = strong_view(batch.images, other_seeds, self.strong, self.hidden, self.soft)
         student = cast("Output", self.network(seen)).density
         teacher = cast("Output", self.teacher(also)).density
         return (student - teacher).square().mean(dim=(1, 2)).sum() / divisors.unlabelled

@@ -61,7 +61,7 @@ CONSISTENCIES: dict[str, Consistency] = {"densities": _densities, "relative": _r
 class P3NetMethod(Supervised):
     """PDM (or another labelled loss) and inter-branch Expectation Consistency Regularisation.
 
-    Not in the paper, and off by default: with `strong` or `hidden` above 0 the branches are
+    Not in the paper, and off by default: with `strong`, `hidden` or `soft` above 0 the branches are
     compared across two views. Each branch's answer on a stronger view is drawn to the other
     branch's expectation on the plain one, which carries no gradient; the mask is that of the plain
     view. With `teacher` above 0 averaged weights with that decay look at the plain view.
@@ -97,11 +97,13 @@ class P3NetMethod(Supervised):
         if step.labelled is not None:
             images[0] = self.labelled_view(step.labelled)
         plain = None
-        if step.unlabelled is not None and (self.strong or self.hidden or self.teacher):
+        if step.unlabelled is not None and (
+            self.strong or self.hidden or self.soft or self.teacher
+        ):
             with torch.no_grad():
                 plain = cast("Output", (self.teacher or self.network)(step.unlabelled.images))
             images[-1] = strong_view(
-                step.unlabelled.images, step.unlabelled.seeds, self.strong, self.hidden
+                step.unlabelled.images, step.unlabelled.seeds, self.strong, self.hidden, self.soft
             )
         output = cast("Output", self.network(torch.cat(images)))
         terms: dict[str, Tensor] = {}

@@ -76,6 +76,7 @@ class Labelled(TypedDict, total=False):
     sigma: float
     per_cell: bool
     light: float
+    soft: float
     total: bool
 
 
@@ -95,6 +96,7 @@ class Supervised(Method):
         sigma: float = SIGMA,
         per_cell: bool = False,
         light: float = 0.0,
+        soft: float = 0.0,
         total: bool = False,
     ) -> None:
         super().__init__(network)
@@ -106,6 +108,7 @@ class Supervised(Method):
         self.sigma = sigma
         self.per_cell = per_cell
         self.light = light
+        self.soft = soft
         self.total = total
 
     def forward(self, step: Step, divisors: Divisors) -> Losses:
@@ -116,8 +119,10 @@ class Supervised(Method):
         return Losses(self.labelled_terms(output, step.labelled, divisors))
 
     def labelled_view(self, batch: Batch) -> Tensor:
-        """The labelled crops as they are learned from: in other light where `light` is above 0."""
-        return strong_view(batch.images, batch.seeds, self.light) if self.light else batch.images
+        """The labelled crops as they are learned from: in other `light`, and `soft`."""
+        if not (self.light or self.soft):
+            return batch.images
+        return strong_view(batch.images, batch.seeds, self.light, soft=self.soft)
 
     def labelled_terms(self, output: Output, batch: Batch, divisors: Divisors) -> dict[str, Tensor]:
         """Means over the step's labelled images of the losses, summed over cells (or averaged)."""

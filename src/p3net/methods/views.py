@@ -1,4 +1,4 @@
-"""Stronger views of unlabelled crops: colour, light, noise and hidden squares; same geometry.
+"""Stronger views of crops: sharpness, colour, light, noise and hidden squares; same geometry.
 
 Shapes: B images, H×W pixels.
 """
@@ -18,30 +18,41 @@ PATCH = 32
 
 
 def strong_view(
-    images: Tensor, seeds: Sequence[int], strength: float, hidden: float = 0.0
+    images: Tensor,
+    seeds: Sequence[int],
+    strength: float,
+    hidden: float = 0.0,
+    soft: float = 0.0,
 ) -> Tensor:
     """B×3×H×W in [0, 1] → the same scenes in other light, still in [0, 1].
 
-    Per image: brightness and contrast, a gain for each colour, gamma, a share of grey, noise, and
-    `hidden` of its squares of 32 px painted with the image's mean.
+    Per image: sharpness, brightness and contrast, a gain for each colour, gamma, a share of grey,
+    noise, and `hidden` of its squares of 32 px painted with the image's mean.
 
     Args:
         images: B×3×H×W.
         seeds: B numbers that decide the draws, one an image: `Batch.seeds`.
         strength: 0 leaves the light alone, 1 is strong.
         hidden: share of squares that are painted over.
+        soft: the share of its detail that an image may lose; every second one keeps all.
     """
     if len(seeds) != len(images):
         raise InputError(f"{len(images)} images need as many seeds, got {len(seeds)}")
     views = [
-        _view(image, torch.Generator().manual_seed(seed), strength, hidden)
+        _view(image, torch.Generator().manual_seed(seed), strength, hidden, soft)
         for image, seed in zip(images, seeds, strict=True)
     ]
     return torch.stack(views)
 
 
-def _view(image: Tensor, draws: torch.Generator, strength: float, hidden: float) -> Tensor:
+def _view(
+    image: Tensor, draws: torch.Generator, strength: float, hidden: float, soft: float
+) -> Tensor:
     """3×H×W → 3×H×W."""
+    if soft:
+        lost, some = torch.rand(2, generator=draws).tolist()
+        if some < 0.5:
+            image = _blurred(image, 1 - soft * lost)
 
     def draw(*shape: int) -> Tensor:
         """Uniform in ±strength."""
@@ -61,3 +72,11 @@ def _view(image: Tensor, draws: torch.Generator, strength: float, hidden: float)
         covered = F.interpolate(covered, scale_factor=PATCH)[0, :, :height, :width]
         x = torch.where(covered.bool(), x.mean((1, 2), keepdim=True), x)
     return x.clamp(0, 1)
+
+
+def _blurred(image: Tensor, kept: float) -> Tensor:
+    """3×H×W → 3×H×W with the detail of an image of `kept` times the size: made small, and large."""
+    size = image.shape[-2:]
+    small = [max(1, round(side * kept)) for side in size]
+    small_image = F.interpolate(image[None], small, mode="bilinear", antialias=True)
+    return F.interpolate(small_image, size, mode="bilinear")[0]
