@@ -28,7 +28,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The model in the box, anew, in some hours (its card, README.md, is written by hand: keep it): make box SHANGHAITECH=the folder of part_A and part_B
+# The model in the box, anew, in some hours; its card, README.md, is written by hand and stays: make box SHANGHAITECH=the folder of part_A and part_B
 BOX_DATA = sha:$(SHANGHAITECH)/part_A + shb:$(SHANGHAITECH)/part_B + synthetic:7?train=30&val=0&test=0&most=0
 
 box: $(VENV)/.run
@@ -38,8 +38,9 @@ box: $(VENV)/.run
 	  --from runs/box-1 --out runs/box-2
 	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-3.yaml \
 	  --from runs/box-2 --out runs/box-3
+	$(BIN)/p3net export runs/box-3 runs/box --half --lists
 	rm -r src/p3net/box/split
-	$(BIN)/p3net export runs/box-3 src/p3net/box --half --lists
+	cp -r runs/box/config.json runs/box/model.safetensors runs/box/split src/p3net/box
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build

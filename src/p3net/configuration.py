@@ -188,6 +188,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "per_cell": True,
         "light": 0.8,
+        "soft": 0.6,
         "total": True,
         "strong": 0.8,
         "consistency": "relative",
@@ -205,7 +206,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "streaming": {"labelled": 8, "unlabelled": 4},
         "intervals": "fit",
         "recipe": {
-            "steps": 3600,
+            "steps": 2400,
             "optimiser": "adamw",
             "learning_rate": 4e-4,
             "backbone_factor": 0.3,

@@ -73,7 +73,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="How long to train; quick: 3600, some 45 minutes of one core, and from a model "
+            help="How long to train; quick: 2400, some 35 minutes of one core, and from a model "
             "1200, a quarter of an hour.",
         ),
     ] = None,
