@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from p3net import checkpoint
 from p3net.configuration import PRESETS, Settings, assignments, merge, read_yaml, settings
+from p3net.data.catalogue import open_dataset
 from p3net.errors import InputError
-from p3net.experiment import prepare, run
+from p3net.experiment import prepare, run, split_of
 from p3net.network.p3net import P3Net
 
 DATA = "synthetic:3?train=8&val=2&test=2&size=96x128"
@@ -83,6 +85,8 @@ def test_the_presets_hold_the_two_columns_of_the_paper_and_its_code():
         ({"recipe": {"steps": "many"}}, "got 'many'"),
         ({"network": {"backbone": "vgg18"}}, "network.backbone: Input should be 'vgg19'"),
         ({"views": {"crop": 100}}, "crop 100 is not a multiple of 16; use 96 or 112"),
+        ({"network": {"decoding": "maximum"}, "total": True}, "a density that has no gradient"),
+        ({"network": {"decoding": "maximum"}, "loss": "bl"}, "set total: false and a loss on the"),
         ({"network": {"kind": "regressor"}}, "use method: supervised"),
         ({"network": {"kind": "regressor"}, "method": "supervised"}, "use bl or dm"),
         ({"data": "nowhere/at/all"}, "nowhere/at/all: no such file or folder"),
@@ -155,6 +159,11 @@ def test_a_run_from_a_model_keeps_its_network_and_intervals(tmp_path):
     assert "needs its network: layers was 1 and is 2" in message
 
 
+def test_a_value_that_is_no_yaml_is_named():
+    with pytest.raises(InputError, match=r"--set recipe\.steps=\[1: the value cannot be read"):
+        assignments(["recipe.steps=[1"])
+
+
 def test_yaml_and_assignments(tmp_path):
     file = tmp_path / "a.yaml"
     for text, message in (("[1, 2]", "a mapping of settings was expected"), ("a: [", "as YAML")):
@@ -208,6 +217,21 @@ def test_validation_is_published_or_drawn_or_listed(tmp_path):
     for file, names in zip(lists, ("train_0001.png\n", "train_0002.png\n"), strict=True):
         file.write_text(names)
     assert held(labelled=str(lists[0]), validation=str(lists[1])) == {"train/train_0002.png"}
+
+
+def test_all_that_is_marked_of_own_images_is_used_and_of_other_sets_five_percent(tmp_path):
+    for k in range(12):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{k}.png")
+        if k < 10:
+            (tmp_path / f"{k}.csv").write_text("x,y\n30,30\n")
+
+    def used(data: str, **given: Any) -> list[int]:
+        split = split_of(open_dataset(data), settings({"data": data, **given}))
+        return [len(split.labelled), len(split.unlabelled), len(split.validation)]
+
+    assert used(f"folder:{tmp_path}") == [9, 2, 1]
+    assert used(f"folder:{tmp_path}", labelled="10") == [10, 2, 0]  # as the README has it
+    assert used("synthetic:3?train=40&val=0&test=2&size=96x128") == [2, 34, 4]
 
 
 def test_a_split_that_was_written_is_read_again(tmp_path):

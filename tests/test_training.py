@@ -54,8 +54,7 @@ def run(
         folder=folder,
         seed=5,
         metadata={},
-        report=seen.append,
-        **more,
+        **{"report": seen.append, **more},
     )
     return network, seen
 
@@ -409,6 +408,24 @@ def test_a_mixed_stream_trains_on_what_each_step_holds(tmp_path):
     _, seen = run(tmp_path, recipe=recipe, stream=flow)
     kinds = [tuple(progress.losses) for progress in seen]
     assert sorted(kinds) == [("ecr",)] * 3 + [("pdm",)] * 3
+
+
+def test_a_step_in_which_nothing_weighs_moves_nothing(tmp_path):
+    """Before its epoch, ECR is reported, and its images are no occasion for Adam to go on."""
+    samples = open_dataset("synthetic:3?train=6&val=0&test=0&size=96x128").samples
+    how = method()
+    recipe = QUICK.model_copy(
+        update={"steps": 6, "average": 0.9, "terms": {"ecr": Term(from_epoch=9)}}
+    )
+    before, moved = how.network.state_dict()["tokens.0"].clone(), []
+
+    def compare(progress: Progress) -> None:
+        after = how.network.state_dict()["tokens.0"]
+        moved.append((*progress.losses, not torch.equal(before, after)))
+        before.copy_(after)
+
+    run(tmp_path, how, recipe, stream=mixed(samples[:3], samples[3:], batch=1), report=compare)
+    assert sorted(moved) == [("ecr", False)] * 3 + [("pdm", True)] * 3
 
 
 @pytest.mark.parametrize("option", [{"channels_last": True}, {"precision": "bfloat16"}])

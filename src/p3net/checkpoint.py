@@ -27,7 +27,7 @@ from p3net.intervals import PUBLISHED, Intervals
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
 from p3net.network.weights import read_weights
-from p3net.runtimes import DEFAULTS, Exported
+from p3net.runtimes import DEFAULTS, RUNTIMES, Exported
 
 FORMAT = 1
 """Version of the files written here."""
@@ -140,7 +140,10 @@ def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
     `runtime`: onnxruntime or openvino; weights by torch. What exists as a path wins over
     `user/name` on the hub.
     """
-    if not Path(path).exists() and hub.is_name(str(path)):
+    if runtime not in (None, "torch", *RUNTIMES):
+        known = ", ".join(("torch", *RUNTIMES))
+        raise InputError(f"no runtime is called {runtime!r}; use one of {known}")
+    if hub.is_elsewhere(str(path)):
         path = hub.fetch(str(path))
     path = _located(path)
     if path.suffix in DEFAULTS:

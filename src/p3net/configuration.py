@@ -78,7 +78,9 @@ class Settings(_Strict):
 
     data: str = Field(description="a path, or sha:PATH, folder:PATH, synthetic:SEED, …")
     labelled: str = Field(
-        default="5%", description="a share, a number, a list file or a split's folder"
+        default="auto",
+        description="a share, a number, a list file or a split's folder; auto: all that is marked "
+        "of images of your own, 5% of a published or rendered set",
     )
     validation: str = Field(
         default="auto",
@@ -162,6 +164,12 @@ class Settings(_Strict):
             )
         if self.method == "mean-teacher" and not self.teacher:
             raise ValueError("method mean-teacher needs a teacher; set teacher: 0.99 or so")
+        likeliest = self.network.kind == "p3net" and self.network.decoding == "maximum"
+        if likeliest and (self.total or self.loss in ("bl", "dm")):
+            raise ValueError(
+                "decoding: maximum gives a density that has no gradient; "
+                "set total: false and a loss on the distributions, such as pdm"
+            )
         if self.network.kind == "regressor" and self.loss not in ("bl", "dm"):
             raise ValueError(f"a regressor has no intervals for loss {self.loss}; use bl or dm")
         for name in self.recipe.terms:
@@ -293,7 +301,10 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
         path, equals, text = pair.partition("=")
         if not equals or not path:
             raise InputError(f"expected key=value after --set, got {pair!r}")
-        value: Any = yaml.safe_load(text)
+        try:
+            value: Any = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise InputError(f"--set {pair}: the value cannot be read as YAML") from None
         for key in reversed(path.split(".")):
             value = {key: value}
         result = merge(result, value)

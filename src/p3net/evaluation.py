@@ -86,33 +86,54 @@ def true_count(sample: Sample) -> int:
     return int(inside(sample.marks().points_xy, size_hw).sum())
 
 
+Progress = Callable[[int, int], None]
+"""Told after every image how many of how many are done."""
+
+Failed = Callable[[Sample, InputError], None]
+"""Told of an image that cannot be read, which is then passed over; without it that is an error."""
+
+
 def count_samples(
-    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
+    counter: Counter,
+    dataset: Dataset,
+    progress: Progress | None = None,
+    failed: Failed | None = None,
 ) -> Iterator[ImageResult]:
     """Count the labelled images one by one."""
-    for sample, truth, prediction in _counted(counter, dataset, progress):
+    for sample, truth, prediction in _counted(counter, dataset, progress, failed):
         yield ImageResult(sample.key, truth, prediction.count, sample.tags, prediction.interval)
 
 
 def _counted(
-    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None
+    counter: Counter, dataset: Dataset, progress: Progress | None, failed: Failed | None
 ) -> Iterator[tuple[Sample, int, Prediction]]:
     samples = [sample for sample in dataset.samples if sample.labelled]
     if not samples:
         raise InputError("no labelled image to evaluate on", source=dataset.root)
     for number, sample in enumerate(samples, start=1):
-        with sample.open() as image:
-            prediction = counter.count(image)
-        yield sample, true_count(sample), prediction
+        try:
+            with sample.open() as image:
+                found = sample, true_count(sample), counter.count(image)
+        except InputError as error:
+            if failed is None:
+                raise
+            failed(sample, error)
+        else:
+            yield found
         if progress is not None:
             progress(number, len(samples))
 
 
 def evaluate(
-    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
+    counter: Counter,
+    dataset: Dataset,
+    progress: Progress | None = None,
+    failed: Failed | None = None,
 ) -> Evaluation:
     """MAE, RMSE and NAE on whole images: overall, by density level, by weather where known."""
-    results = tuple(count_samples(counter, dataset, progress))
+    results = tuple(count_samples(counter, dataset, progress, failed))
+    if not results:
+        raise InputError("none of its labelled images can be read", source=dataset.root)
     intervals = [(r.truth, r.interval) for r in results if r.interval and r.interval.calibrated]
     weathers = sorted({r.tags["weather"] for r in results if "weather" in r.tags})
     levels = (
@@ -160,11 +181,14 @@ class Scored:
 
 
 def score(
-    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
+    counter: Counter,
+    dataset: Dataset,
+    progress: Progress | None = None,
+    failed: Failed | None = None,
 ) -> list[Scored]:
     """Count labelled images and say how far off each count is, in units of its own spread."""
     scored = []
-    for sample, truth, prediction in _counted(counter, dataset, progress):
+    for sample, truth, prediction in _counted(counter, dataset, progress, failed):
         if prediction.variance is None:
             raise InputError(
                 "this model predicts no distributions, so there is nothing to calibrate; "
@@ -175,9 +199,7 @@ def score(
     return scored
 
 
-def calibrate(
-    counter: Counter, dataset: Dataset, progress: Callable[[int, int], None] | None = None
-) -> Counter:
+def calibrate(counter: Counter, dataset: Dataset, progress: Progress | None = None) -> Counter:
     """The same model with intervals that hold on images like these, which it has not learned from.
 
     `checkpoint.save(path, counter.network, counter.metadata)` keeps it.

@@ -18,7 +18,7 @@ from p3net.configuration import Settings, Views
 from p3net.counting import Counter
 from p3net.data import splits
 from p3net.data.cache import Cache
-from p3net.data.catalogue import open_dataset
+from p3net.data.catalogue import JOINED, SURFACES, SYNTHETIC, open_dataset
 from p3net.data.images import upright_size_hw
 from p3net.data.loading import Stream, mixed, paired
 from p3net.data.splits import Split, SplitData
@@ -43,6 +43,11 @@ from p3net.uncertainty import KEY
 
 PAPER_SETS = ("sha", "shb", "qnrf", "jhu", "nwpu")
 """Kinds of data that the published intervals are for."""
+
+
+def is_own(dataset: Dataset) -> bool:
+    """Whether these are a user's own images: neither a published set nor rendered."""
+    return dataset.kind not in (*PAPER_SETS, JOINED, SYNTHETIC, SURFACES)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,10 @@ def split_of(dataset: Dataset, chosen: Settings) -> Split:
             "comes out of the training images. If you must: test_as_validation=true, and the "
             "run will say so for ever"
         )
-    labelled, held = Path(chosen.labelled), Path(chosen.validation)
+    asked = chosen.labelled
+    if asked == "auto":
+        asked = "100%" if is_own(dataset) else "5%"
+    labelled, held = Path(asked), Path(chosen.validation)
     validation: splits.Amount | Path | None = 0  # the sinner's come last
     if not sin:
         validation = held if held.is_file() else _amount("validation", chosen.validation)
@@ -122,7 +130,7 @@ def split_of(dataset: Dataset, chosen: Settings) -> Split:
     elif labelled.suffix == ".txt":
         raise InputError("no such list of labelled images", source=labelled)
     else:
-        share = _amount("labelled", chosen.labelled)
+        share = _amount("labelled", asked)
         split = splits.draw(
             dataset,
             labelled=share or 0,

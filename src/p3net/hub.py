@@ -29,6 +29,17 @@ def is_name(text: str) -> bool:
     )
 
 
+def is_elsewhere(text: str) -> bool:
+    """Whether this is a model's name on the hub rather than a path here.
+
+    What lies in a folder that is here, or in `runs`, where runs are kept, is meant as a path even
+    if it is missing: nobody's typing error is sent to the hub.
+    """
+    path = Path(text)
+    here = path.exists() or path.parent.is_dir() or path.parts[:1] == ("runs",)
+    return not here and is_name(text)
+
+
 def fetch(name: str) -> Path:
     """The weights of a model on the hub, from this machine's cache if they are there."""
     found = _NAME.fullmatch(name)

@@ -154,22 +154,6 @@ def read_regions(path: str | Path) -> Regions:
         raise InputError(error.message, source=path) from None
 
 
-def count_regions(
-    density: ArrayLike, regions: Regions, cell_xy: tuple[float, float], size_hw: tuple[int, int]
-) -> dict[str, float]:
-    """People in every region: the density (h×w) weighted by the share of each cell inside."""
-    cells = np.asarray(density)
-    return {
-        region.name: float(
-            np.vdot(
-                cells.astype(np.float64),
-                coverage(region.polygon_xy, cells.shape, cell_xy, size_hw).astype(np.float64),
-            )
-        )
-        for region in regions
-    }
-
-
 def coverage(
     polygon_xy: Points,
     grid_hw: tuple[int, ...],

@@ -290,19 +290,28 @@ def _step(
             # Processes' gradients are averaged, but each divided by the whole step's images.
             total = torch.stack(weighed).sum() * world.size / recipe.accumulate
             total.backward()  # type: ignore[no-untyped-call]
+    summed, records = _over_all(parts, recipe, world)
     parameters = _parameters(run.optimiser)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     _guard({"the gradient": float(norm)}, run.step, names)
+    if any(recipe.weight(name, run.step, epoch) for name in summed):
+        _move(run, recipe, norm)
+    return summed, {**records, "gradient": float(norm)}, waited
+
+
+def _move(run: Run, recipe: Recipe, norm: Tensor) -> None:
+    """Move the weights by their gradients of norm `norm`, and what follows them.
+
+    Not after a step in which no loss has weight: Adam would go on from habit.
+    """
     if recipe.clip is not None:
-        nn.utils.clip_grads_with_norm_(parameters, recipe.clip, norm)
+        nn.utils.clip_grads_with_norm_(_parameters(run.optimiser), recipe.clip, norm)
     for group in run.optimiser.param_groups:
         group["lr"] = recipe.learning_rate * recipe.rate(run.step) * group["factor"]
     run.optimiser.step()
     run.method.after_step(run.step)
     if run.average is not None:
         follow(run.average, run.method.network, recipe.average, run.step)
-    summed, records = _over_all(parts, recipe, world)
-    return summed, {**records, "gradient": float(norm)}, waited
 
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[Tensor]:

@@ -126,6 +126,7 @@ def test_torch_runs_weights(model, tmp_path):
     path = picture(tmp_path / "a.png")
     assert run(model, path, "--runtime", "torch").stdout == run(model, path).stdout
     assert "openvino runs exported files" in error(model, path, "--runtime", "openvino")
+    assert "use one of torch, onnxruntime, openvino" in error(model, path, "--runtime", "cuda")
 
 
 def test_lines_for_people(model, tmp_path):
@@ -363,6 +364,28 @@ def test_regions(model, tmp_path):
     assert float(row["right: per m²"]) == pytest.approx(parts["right"]["per_m2"], abs=1e-4)
     text = run(model, path, "--regions", tmp_path / "r.json").stdout
     assert re.search(r"  left \(\d+\.\d\d per m²\)\n", text)
+
+
+@pytest.mark.parametrize("name", ["count", "width", "error"])
+def test_a_region_may_not_hide_a_column(model, tmp_path, name):
+    areas = tmp_path / "regions.json"
+    square = [[0, 0], [20, 0], [20, 20], [0, 20]]
+    areas.write_text(json.dumps({"regions": [{"name": name, "polygon": square}]}))
+    words = (model, picture(tmp_path / "a.png"), "--regions", areas, "--csv", tmp_path / "out.csv")
+    assert f"a region called '{name}' would hide a column" in error(*words)
+
+
+def test_a_missing_folder_is_no_model_of_the_hub(model, tmp_path, monkeypatch):
+    """Nothing is fetched for a typing error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("p3net.hub.fetch", lambda name: pytest.fail(f"asked the hub for {name}"))
+    (tmp_path / "photos").mkdir()
+    picture(tmp_path / "a.png")
+    alone = run("photos/june")
+    assert alone.exit_code == 1
+    assert "photos/june: no such file or folder" in alone.stderr
+    for word in ("runs/nothing", "photos/june"):
+        assert f"{word}: no such weights file" in error(word, "a.png")
 
 
 def test_csv_files_are_continued(model, tmp_path):

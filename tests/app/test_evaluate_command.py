@@ -69,6 +69,41 @@ def test_the_figures_are_those_of_the_lines(run_folder, tmp_path):
     assert "counting: 5/5" in result.stderr
 
 
+def photos(folder: Path) -> Path:
+    """Two marked pictures, and one that ends in the middle."""
+    folder.mkdir()
+    pixels = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    for name in "abc":
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+        (folder / f"{name}.csv").write_text("x,y\n30,30\n")
+    whole = (folder / "b.png").read_bytes()
+    (folder / "b.png").write_bytes(whole[: len(whole) // 2])
+    return folder
+
+
+def test_an_image_that_cannot_be_read_is_reported_and_the_rest_judged(run_folder, tmp_path):
+    data = photos(tmp_path / "photos")
+    result = run(run_folder, data, "--split", "train", "--json")
+    assert result.exit_code == 1
+    assert "error: train/b.png: truncated or damaged image" in result.stderr
+    report = json.loads(result.stdout)
+    assert (report["images"], report["unreadable"]) == (2, ["train/b.png"])
+    for name in "ac":
+        (data / f"{name}.png").write_bytes((data / "b.png").read_bytes())
+    assert "none of its labelled images can be read" in error(run_folder, data, "--split", "train")
+
+
+@pytest.mark.parametrize("option", ["--csv", "--picture", "--scatter"])
+def test_figures_are_printed_before_a_file_that_cannot_be_written(run_folder, tmp_path, option):
+    pytest.importorskip("matplotlib")
+    place = tmp_path / ("out.csv" if option == "--csv" else "out.png")
+    place.mkdir()  # a folder of that name
+    result = run(run_folder, SCENES, option, place)
+    assert "MAE" in result.stdout
+    assert isinstance(result.exception, InputError)
+    assert "could not be written" in str(result.exception)
+
+
 def test_the_tables(run_folder):
     result = run(run_folder / "model.safetensors", SCENES)
     assert result.exit_code == 0, result.output

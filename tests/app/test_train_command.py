@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from p3net import checkpoint
@@ -200,7 +201,35 @@ def test_a_run_may_start_from_another(whole, tmp_path):
     )
 
 
+def test_resume_where_nothing_began_starts_what_the_same_words_start(tmp_path):
+    for k in range(3):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{k}.png")
+        (tmp_path / f"{k}.csv").write_text("x,y\n30,30\n")
+    found = []
+    for more in ([], ["--resume"]):
+        out = tmp_path / f"run{len(more)}"
+        words = ["--steps", "1", "--set", "recipe.workers=0", "--set", "views.crop=64", *more]
+        result = run("train", f"folder:{tmp_path}", "--out", str(out), *words)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads((out / "run.json").read_text())["settings"])
+        assert f"Next: p3net count {out} IMAGES" in result.stdout  # there are no test images
+    assert found[0] == found[1]
+    assert found[0]["weights"] == "box"
+    assert found[0]["labelled"] == "auto"
+
+
+def test_a_preset_of_the_command_stands_over_that_of_a_file(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("preset: quick\n")
+    words = ["--config", str(file), "--preset", "paper", "--steps", "1"]
+    result = run(*arguments(tmp_path / "run", *words))
+    assert result.exit_code == 0, result.output
+    chosen = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    assert chosen["per_cell"] is False
+
+
 def test_data_or_out_missing():
+    assert "DATA is missing" in str(run("train").exception)
     assert "--out is missing" in str(run("train", "--resume").exception)
     result = run("train", "--out", "nowhere", "--resume")
     assert "DATA is missing" in str(result.exception)

@@ -15,7 +15,7 @@ from PIL import Image
 from p3net.data import cache as cache_module
 from p3net.data.cache import Cache
 from p3net.data.images import open_image
-from p3net.data.transforms import PAPER, apply_view, draw_view, prepare
+from p3net.data.transforms import Augmentation, apply_view, draw_view, prepare
 from p3net.errors import InputError
 from p3net.randomness import generator
 from p3net.structures import Sample
@@ -59,7 +59,7 @@ def test_crops_from_the_copy_equal_crops_from_the_file(tmp_path: Path) -> None:
     sample = photograph(tmp_path / "a.jpg", size_hw=(300, 400))
     pixels, _ = Cache(tmp_path / "c").prepared(sample)
     for step in range(8):
-        view = draw_view(pixels.shape[:2], PAPER, generator(0, step))
+        view = draw_view(pixels.shape[:2], Augmentation(), generator(0, step))
         np.testing.assert_array_equal(apply_view(pixels, view), apply_view(sample.open(), view))
 
 

@@ -123,7 +123,6 @@ def test_an_epoch_holds_every_sample_once(samples) -> None:
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert len(set(epochs)) == len(epochs)  # a new order each time
     assert [stream.epoch(step) for step in (0, 3, 4, 7)] == [0, 0, 1, 2]
-    assert stream.steps_per_epoch == 4
     assert stream.crops_per_step == 5
 
 
@@ -210,16 +209,48 @@ def test_points_follow_an_image_that_the_cache_shrank(tmp_path: Path) -> None:
         assert found > 3
 
 
+def broken(path: Path) -> Sample:
+    """A picture that ends in the middle."""
+    Image.effect_noise((64, 64), 90).save(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    return Sample(path.name, partial(open_image, path), partial(_marks, ((9, 9),)), path=path)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_unlabelled_image_that_cannot_be_read_is_passed_over(samples, tmp_path, cached) -> None:
+    labelled, unlabelled = samples
+    bad = broken(tmp_path / "broken.jpg")
+    cache = Cache(tmp_path / "c") if cached else None
+    for make in (partial(paired, labelled_per_batch=1, unlabelled_per_batch=2), mixed):
+        stream = make(labelled, [bad, *unlabelled], **({"batch": 3} if make is mixed else {}))
+        flow = loader(stream, SMALL, seed=0, steps=12, cache=cache)
+        with pytest.warns(UserWarning, match=r"passed over.*broken\.jpg") as caught:
+            steps = list(flow)
+        assert len(caught) == 1  # said once
+        names = [
+            n for step in steps for part in (step.labelled, step.unlabelled) for n in part_of(part)
+        ]
+        assert len(names) == 36
+        assert bad.key not in names
+    alone = paired(labelled, [bad], labelled_per_batch=1, unlabelled_per_batch=1)
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(InputError, match="truncated or damaged"),
+    ):
+        list(loader(alone, SMALL, seed=0, steps=1))
+
+
+def part_of(batch: Batch | None) -> tuple[str, ...]:
+    return () if batch is None else batch.names
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_cannot_be_read_is_named(samples, tmp_path: Path, workers) -> None:
-    broken = tmp_path / "broken.jpg"
-    Image.effect_noise((64, 64), 90).save(broken)
-    broken.write_bytes(broken.read_bytes()[:-1000])
-    bad = Sample("broken.jpg", partial(open_image, broken), path=broken)
-    stream = paired(samples[0], [bad], labelled_per_batch=1, unlabelled_per_batch=1)
+def test_a_labelled_image_that_cannot_be_read_is_named(samples, tmp_path: Path, workers) -> None:
+    path = tmp_path / "broken.jpg"
+    stream = paired([broken(path)], samples[1], labelled_per_batch=1, unlabelled_per_batch=1)
     with pytest.raises(InputError) as caught:
         list(loader(stream, SMALL, seed=0, steps=3, workers=workers))
-    assert caught.value.source == str(broken)
+    assert caught.value.source == str(path)
     assert "truncated or damaged" in caught.value.message
     assert "Traceback" not in str(caught.value)
     assert not multiprocessing.active_children()  # though `caught` keeps the frames alive

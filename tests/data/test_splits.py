@@ -108,6 +108,12 @@ def test_published_validation_is_used_unless_an_amount_is_given():
     assert draw(dataset, labelled=4, seed=1, validation=0).validation == ()
 
 
+@pytest.mark.parametrize(("marked", "held"), [(10, 0), (11, 1), (30, 3)])
+def test_validation_that_nobody_asked_for_makes_way_for_a_number_of_labels(marked, held):
+    split = draw(make(train=marked), labelled=10, seed=1)
+    assert (len(split.labelled), len(split.validation)) == (10, held)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
@@ -176,7 +182,8 @@ def test_images_without_annotation_are_unlabelled():
     ("options", "words"),
     [
         ({"labelled": 0}, "0 labelled images asked for"),
-        ({"labelled": 91}, "leaves 90 to label"),
+        ({"labelled": 101}, "leaves 100 to label"),
+        ({"labelled": 91, "validation": 10}, "leaves 90 to label"),
         ({"labelled": 1.5}, "a share lies between"),
         ({"labelled": -1}, "at least 0"),
         ({"labelled": 5, "validation": 101}, "101 validation images asked for"),
@@ -210,6 +217,12 @@ def test_published_list(tmp_path):
     assert counts(split.labelled) == [7, 2, 30]
     assert [len(split.keys(role)) for role in ROLES] == [3, 87, 10, 7]
     assert all(key.startswith("train/") for key in split.labelled)
+
+
+def test_a_list_of_all_leaves_nothing_for_validation(tmp_path):
+    (tmp_path / "all.txt").write_text("".join(f"IMG_{k}.jpg\n" for k in range(1, 11)))
+    split = from_lists(make(train=10), labelled=tmp_path / "all.txt")
+    assert (len(split.labelled), len(split.validation)) == (10, 0)
 
 
 def test_list_forms_and_validation_list(tmp_path):

@@ -257,6 +257,9 @@ def test_the_density_of_every_cell_by_hand(decoding, fusion):
         omega = sure / (sure + other) if fusion == "confidence" else 0.5
         expected = omega * branches[0] + (1 - omega) * branches[1]
         assert float(output.density[b, y, x]) == pytest.approx(expected, rel=1e-4)
+        for chances, intervals, got in zip((p, q), PAIR, output.expectations, strict=True):
+            mean = float(chances[b, :, y, x] @ torch.tensor(intervals.values).double())
+            assert float(got[b, y, x]) == pytest.approx(mean, rel=1e-4)  # whatever the decoding
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def calibrate(
     """
     from p3net import evaluation
     from p3net.app.console import progress
-    from p3net.app.evaluate import part, shared_roles
+    from p3net.app.evaluate import Unreadable, part, shared_roles
     from p3net.checkpoint import load, save
     from p3net.data.catalogue import open_dataset
     from p3net.errors import InputError
@@ -65,8 +65,9 @@ def calibrate(
             "are smaller than on others; choose others, or insist with --allow-trained",
             source=data,
         )
+    bad = Unreadable()
     with progress(len(images), "counting") as update:
-        scored = evaluation.score(counter, images, lambda done, _total: update(done))
+        scored = evaluation.score(counter, images, lambda done, _total: update(done), bad.add)
     found = evaluation.held_out(scored, level)
     known = evaluation.calibrated(counter, scored, f"{data}, {split}")
     enough = len(scored) >= fewest(level)
@@ -76,6 +77,7 @@ def calibrate(
         _print_json(found, enough=enough, out=out)
     else:
         _print_words(found, enough=enough, out=out)
+    bad.leave()
 
 
 def fewest(level: float) -> int:

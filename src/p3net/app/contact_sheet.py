@@ -41,6 +41,15 @@ def require_picture_path(path: Path) -> None:
         raise InputError("its folder does not exist; make it first", source=path)
 
 
+def save_picture(picture: Image.Image, path: Path) -> None:
+    """Write it, or say why that cannot be."""
+    try:
+        picture.save(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"could not be written: {reason}", source=path) from None
+
+
 def _tile(sample: Sample) -> tuple[Image.Image, str]:
     """The small picture, and the line below it: a count, or what is wrong."""
     small = Image.new("RGB", _TILE_WH, "lightgrey")

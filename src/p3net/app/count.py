@@ -116,7 +116,8 @@ def count(
     What cannot be read is reported and passed over; of an animation the first
     picture is counted. Ctrl-C ends a stream; what was counted is on disk.
 
-    Exit code 0: all was counted; 1: something failed; 2: nothing could begin.
+    Exit code 0: all was counted; 1: something could not be read; 2: nothing
+    could begin, or what was counted could not be written.
     """
     from p3net.app import rows, sources
     from p3net.app import video as videos

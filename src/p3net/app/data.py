@@ -49,7 +49,7 @@ def check(
     Exit code 0: clean (there may be warnings); 1: faults; 2: the data cannot be read.
     """
     from p3net.app.console import progress
-    from p3net.app.contact_sheet import contact_sheet, require_picture_path
+    from p3net.app.contact_sheet import contact_sheet, require_picture_path, save_picture
     from p3net.data.catalogue import open_dataset
     from p3net.data.checking import check as check_dataset
 
@@ -60,12 +60,12 @@ def check(
         report = check_dataset(
             dataset, crop=crop or None, progress=lambda done, _total: update(done)
         )
-    if picture is not None:
-        contact_sheet(dataset).save(picture)
     if json:
         typer.echo(_as_json(report))
     else:
         _print_report(report)
+    if picture is not None:
+        save_picture(contact_sheet(dataset), picture)
     raise typer.Exit(0 if report.clean else 1)
 
 

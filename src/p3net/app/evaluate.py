@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from p3net.app.data import Data
+from p3net.errors import InputError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from p3net.counting import Counter
     from p3net.evaluation import Evaluation, Group, ImageResult
     from p3net.metrics import Estimate
-    from p3net.structures import Dataset
+    from p3net.structures import Dataset, Sample
 
 
 def evaluate(
@@ -45,11 +46,14 @@ def evaluate(
         Path | None, typer.Option(metavar="OUT.png", help="Plot people against counted.")
     ] = None,
 ) -> None:
-    """MAE, RMSE and NAE on whole images, with 95 % bootstrap intervals, and by kind of image."""
+    """MAE, RMSE and NAE on whole images, with 95 % bootstrap intervals, and by kind of image.
+
+    An image that cannot be read is reported and passed over; the exit code is 1 then.
+    """
     from p3net import evaluation
     from p3net.app import figures
     from p3net.app.console import progress, stderr
-    from p3net.app.contact_sheet import require_picture_path
+    from p3net.app.contact_sheet import require_picture_path, save_picture
     from p3net.checkpoint import load
     from p3net.data.catalogue import open_dataset
 
@@ -68,24 +72,46 @@ def evaluate(
     labelled = dataset.where(lambda sample: sample.labelled)
     if left_out := len(dataset) - len(labelled):
         stderr.print(f"{left_out:,} images without points are left out", markup=False)
+    bad = Unreadable()
     with progress(len(labelled), "counting") as update:
-        found = evaluation.evaluate(counter, labelled, lambda done, _total: update(done))
+        found = evaluation.evaluate(counter, labelled, lambda done, _total: update(done), bad.add)
+    if json:
+        context = {"model": str(model), "data": data, "split": split, "warnings": notes}
+        _print_json(found, {**context, "unreadable": bad.keys})
+    else:
+        _print_tables(found, f"{data}, {split} images")
     if csv is not None:
         write_csv(csv, found.results)
     if picture is not None:
-        cases(counter, labelled, found.results).save(picture)
+        save_picture(cases(counter, labelled, found.results), picture)
     if scatter is not None:
-        figures.on_white(figures.scatter({"model": found.results})).save(scatter)
-    if json:
-        _print_json(found, {"model": str(model), "data": data, "split": split, "warnings": notes})
-    else:
-        _print_tables(found, f"{data}, {split} images")
+        save_picture(figures.on_white(figures.scatter({"model": found.results})), scatter)
+    bad.leave()
+
+
+class Unreadable:
+    """Images that were passed over."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def add(self, sample: Sample, error: InputError) -> None:
+        """Say which one, and why."""
+        from p3net.app.console import stderr
+
+        self.keys.append(sample.key)
+        text = f"error: {sample.key}: {error.message}"
+        stderr.print(text, style="red", markup=False, soft_wrap=True)
+
+    def leave(self) -> None:
+        """End the command with code 1 if there were any."""
+        if self.keys:
+            raise typer.Exit(1)
 
 
 def part(dataset: Dataset, split: str) -> Dataset:
     """The images of a split or of a list; an error that names the splits there are."""
     from p3net.data import splits
-    from p3net.errors import InputError
 
     if split.endswith(".txt"):
         return dataset.pick(sample.key for sample in splits.listed(dataset, Path(split)))
@@ -101,8 +127,6 @@ def part(dataset: Dataset, split: str) -> Dataset:
 
 
 def _require_folder(path: Path) -> None:
-    from p3net.errors import InputError
-
     if not path.parent.is_dir():
         raise InputError("its folder does not exist; make it first", source=path)
 
@@ -197,14 +221,17 @@ def write_csv(path: Path, results: Sequence[ImageResult]) -> None:
     import csv
 
     tags = sorted({tag for result in results for tag in result.tags})
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file)
-        writer.writerow(["image", "truth", "counted", "error", "low", "high", *tags])
-        for r in results:
-            figures = [f"{r.counted:.4f}", f"{r.error:.4f}", "", ""]
-            if r.interval is not None:
-                figures[2:] = f"{r.interval.low:.4f}", f"{r.interval.high:.4f}"
-            writer.writerow([r.key, r.truth, *figures, *(r.tags.get(tag, "") for tag in tags)])
+    try:
+        with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+            writer = csv.writer(file)
+            writer.writerow(["image", "truth", "counted", "error", "low", "high", *tags])
+            for r in results:
+                figures = [f"{r.counted:.4f}", f"{r.error:.4f}", "", ""]
+                if r.interval is not None:
+                    figures[2:] = f"{r.interval.low:.4f}", f"{r.interval.high:.4f}"
+                writer.writerow([r.key, r.truth, *figures, *(r.tags.get(tag, "") for tag in tags)])
+    except OSError as error:
+        raise InputError(f"could not be written: {error.strerror}", source=path) from None
 
 
 def cases(counter: Counter, dataset: Dataset, results: Sequence[ImageResult]) -> Image.Image:

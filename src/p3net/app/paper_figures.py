@@ -57,7 +57,7 @@ def densities(
     p3net figure densities sha:part_A MT=runs/teacher P³Net=runs/square --out maps.png
     """
     from p3net.app.console import console
-    from p3net.app.contact_sheet import require_picture_path
+    from p3net.app.contact_sheet import require_picture_path, save_picture
     from p3net.checkpoint import load
     from p3net.data.catalogue import open_dataset
 
@@ -65,7 +65,7 @@ def densities(
     paths = named(models)
     counters = {name: load(path) for name, path in paths.items()}
     chosen = choose(open_dataset(data), next(iter(paths.values())), split, number)
-    density_sheet(chosen, counters).save(out)
+    save_picture(density_sheet(chosen, counters), out)
     console.print(str(out), markup=False, soft_wrap=True)
 
 
@@ -82,13 +82,13 @@ def attention(
 ) -> None:
     """Where every density token looks: A1…A25 and B1…B25 over the image (fig:viz)."""
     from p3net.app.console import console
-    from p3net.app.contact_sheet import require_picture_path
+    from p3net.app.contact_sheet import require_picture_path, save_picture
     from p3net.checkpoint import load
     from p3net.data.images import open_image
 
     require_picture_path(out)
     counter = load(model)
-    attention_sheet(counter, open_image(image), layer=layer, width=width).save(out)
+    save_picture(attention_sheet(counter, open_image(image), layer=layer, width=width), out)
     console.print(str(out), markup=False, soft_wrap=True)
 
 

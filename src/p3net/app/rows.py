@@ -196,6 +196,8 @@ def csv_rows(path: Path, regions: Sequence[str]) -> Iterator[Sink]:
 
     endings = ("", ": low", ": high", ": per m²")
     columns = [*_COLUMNS, *(f"{name}{end}" for name in regions for end in endings), "error"]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise InputError(f"a region called {twice[0]!r} would hide a column of --csv; rename it")
     try:
         with suppress(FileNotFoundError), path.open(newline="", encoding="utf-8") as file:
             there = next(csv.reader(file), columns)

@@ -65,11 +65,12 @@ def serve(
     from p3net.app.web.session import Limits, Model, Session
     from p3net.app.web.store import Store
     from p3net.checkpoint import BOX, load
-    from p3net.configuration import assignments
+    from p3net.configuration import assignments, settings
 
     if model is None and data is None:
         model = Path(BOX)
-    assignments(assign or [])  # a wrong one is refused now, not when training starts
+    # What is wrong is refused now, not when training starts.
+    settings({"data": str(data), **assignments(assign or [])}, preset="quick")
     limits = Limits()
     with ExitStack() as stack:
         listening = stack.enter_context(_listen(host, port))

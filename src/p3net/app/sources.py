@@ -48,11 +48,18 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
     from p3net.checkpoint import BOX
 
     first, *others = words
-    if not is_model(first):
+    if not is_model(first) or (not others and _is_missing(first)):
         return BOX, list(words)
     if not others:
         raise InputError("nothing to count; give images, folders, videos or - after the model")
     return first, others
+
+
+def _is_missing(word: str) -> bool:
+    """Whether a word is a path that leads nowhere, and no name on a hub."""
+    from p3net.hub import is_elsewhere
+
+    return not Path(word).exists() and Path(word).suffix == "" and not is_elsewhere(word)
 
 
 def is_model(word: str) -> bool:

@@ -50,7 +50,8 @@ def train(
     labelled: Annotated[
         str | None,
         typer.Option(
-            help="Images used with their points: 5%, 15, a list.txt, or a split's folder."
+            help="Images used with their points: 5%, 15, a list.txt, or a split's folder. By "
+            "default all that you have marked; of a published set 5%."
         ),
     ] = None,
     validation: Annotated[
@@ -119,9 +120,10 @@ def train(
     from p3net import experiment, training
 
     given = _given(data, labelled, validation, steps, seed, config, assign or [])
-    preset = preset or given.pop("preset", PRESET)
-    folder = out or _default_folder(given)
-    if not resume:
+    named = given.pop("preset", PRESET)
+    preset = preset or named
+    folder = out or _default_folder(given, resume=resume)
+    if not (resume and (folder / "run.json").is_file()):
         given = _started(given, start, preset)
     elif start is not None:
         raise InputError("a resumed run goes on from its own checkpoint; leave out --from")
@@ -218,12 +220,16 @@ def _new_place(given: Mapping[str, Any]) -> bool:
 
     On a published set a figure from few labels would be none if all labels had been seen before.
     """
-    from p3net.data.catalogue import JOINED, SYNTHETIC, open_dataset
-    from p3net.experiment import PAPER_SETS
+    from p3net.data.catalogue import open_dataset
+    from p3net.experiment import is_own
 
-    if "data" not in given:
-        return False
-    return open_dataset(str(given["data"])).kind not in (*PAPER_SETS, JOINED, SYNTHETIC)
+    return "data" in given and is_own(open_dataset(str(given["data"])))
+
+
+_NO_DATA = (
+    "DATA is missing: a path, or sha:PATH, folder:PATH, synthetic:SEED; "
+    "only --resume of a run that began does without"
+)
 
 
 def _settings(
@@ -238,24 +244,23 @@ def _settings(
             configuration.merge(before, given), source=folder / "run.json"
         )
     if "data" not in given:
-        raise InputError(
-            "DATA is missing: a path, or sha:PATH, folder:PATH, synthetic:SEED; "
-            "only --resume of a run that began does without"
-        )
+        raise InputError(_NO_DATA)
     return configuration.settings(given, preset=preset, source=config)
 
 
-def _default_folder(given: Mapping[str, Any]) -> Path:
+def _default_folder(given: Mapping[str, Any], *, resume: bool) -> Path:
     """runs/DATA-LABELLED, in letters that every file system takes.
 
-    >>> _default_folder({"data": "sha:sets/part_A", "labelled": "5%"}).as_posix()
+    >>> _default_folder({"data": "sha:sets/part_A", "labelled": "5%"}, resume=False).as_posix()
     'runs/part_A-5'
     """
     if "data" not in given:
-        raise InputError("--out is missing: the folder of the run to resume")
+        raise InputError(
+            "--out is missing: the folder of the run to resume" if resume else _NO_DATA
+        )
     data = str(given["data"]).partition("?")[0].rstrip("/")
     words = re.findall(r"\w+", re.split(r"[/\\]", data)[-1])
-    words += re.findall(r"\w+", Path(str(given.get("labelled", "5%"))).stem)
+    words += re.findall(r"\w+", Path(str(given.get("labelled", ""))).stem)
     return Path("runs") / "-".join(words)
 
 
@@ -424,14 +429,13 @@ def _summarise(prepared: Prepared, folder: Path) -> None:
         console.print(f"{name:11s}{text}", markup=False, soft_wrap=True)
     if prepared.settings.test_as_validation:
         console.print("Chosen on the test images: do not report its test figures.", soft_wrap=True)
-    console.print(
-        f"\nNext: p3net evaluate {folder} {_quoted(prepared.settings.data)} --split test",
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(f"\nNext: {_next(prepared, folder)}", markup=False, soft_wrap=True)
 
 
-def _quoted(text: str) -> str:
+def _next(prepared: Prepared, folder: Path) -> str:
+    """What to type now: judge it where there are test images, or count."""
     import shlex
 
-    return shlex.quote(text)
+    if prepared.split.test:
+        return f"p3net evaluate {folder} {shlex.quote(prepared.settings.data)} --split test"
+    return f"p3net count {folder} IMAGES"

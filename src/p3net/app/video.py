@@ -45,6 +45,7 @@ def seconds(text: str) -> float:
 def chart(path: Path) -> Iterator[Sink]:
     """The counts of a video over time; drawn when the context ends, however it does."""
     from p3net.app import figures
+    from p3net.app.contact_sheet import save_picture
 
     series: list[tuple[float, Prediction]] = []
 
@@ -56,7 +57,7 @@ def chart(path: Path) -> Iterator[Sink]:
         yield add
     finally:
         if series:
-            figures.on_white(figures.over_time(series)).save(path)
+            save_picture(figures.on_white(figures.over_time(series)), path)
 
 
 def _without_arrays(prediction: Prediction) -> Prediction:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -62,11 +61,6 @@ class Stream:
     def crops_per_step(self) -> int:
         """Crops of one step, over all processes."""
         return sum(lane.per_step for lane in self.lanes)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every sample of the first lane has been seen once."""
-        return ceil(len(self.lanes[0].samples) / self.lanes[0].per_step)
 
     def epoch(self, step: int) -> int:
         """Passes over the first lane completed before a step."""
@@ -162,8 +156,9 @@ def loader(
         backend: what scales; `default_backend()` where not given.
 
     Raises:
-        InputError: at once for settings that cannot work; while iterating, for an image or an
-            annotation that cannot be read, naming it, wherever it was read.
+        InputError: at once for settings that cannot work; while iterating, for a labelled image
+            or an annotation that cannot be read, naming it, wherever it was read. An unlabelled
+            image that cannot be read is passed over for the next one, with a warning.
     """
     if not 0 <= rank < world:
         raise InputError(f"rank must be between 0 and world − 1 = {world - 1}, got {rank}")
@@ -219,6 +214,7 @@ class _Maker(Dataset[_Made | InputError]):
     cache: Cache | None
     backend: Backend
     points: dict[tuple[int, int], Points] = field(default_factory=dict, compare=False)
+    damaged: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
     def __getitem__(self, step: int) -> _Made | InputError:
         """An error is a result here: raised in a worker, it would lose its type's parts."""
@@ -233,11 +229,32 @@ class _Maker(Dataset[_Made | InputError]):
         for number, indices in enumerate(step_indices(self.stream, self.seed, step)):
             lane = self.stream.lanes[number]
             for place in _share(lane, self.rank, self.world):
-                rng = generator(self.seed, step, first + place)
-                crop = self.crop(number, indices[place], rng)
+                crop = self.readable_crop(number, indices[place], (step, first + place))
                 parts[crop[0].labelled].append(crop)
             first += lane.per_step
         return _collect(parts[True]), _collect(parts[False])
+
+    def readable_crop(self, lane: int, index: int, draws: tuple[int, int]) -> _Crop:
+        """The crop that `draws` makes of a sample, or of the next one that can be read.
+
+        An unlabelled image is one of many, and a run of a night should not end for it. Labels are
+        few, and their images must be right.
+        """
+        samples = self.stream.lanes[lane].samples
+        problem: InputError | None = None
+        for turn in range(len(samples)):
+            at = (index + turn) % len(samples)
+            if (lane, at) in self.damaged or (turn and samples[at].labelled):
+                continue
+            try:
+                return self.crop(lane, at, generator(self.seed, *draws))
+            except InputError as error:
+                if samples[at].labelled:
+                    raise
+                problem = problem or error
+                self.damaged.add((lane, at))
+                warnings.warn(f"passed over, as it cannot be read: {error}", stacklevel=2)
+        raise problem or InputError("none of the unlabelled images can be read")
 
     def crop(self, lane: int, index: int, rng: np.random.Generator) -> _Crop:
         """One crop: its sample, pixels, the scaled image's shorter side, its points, its seed."""

@@ -120,7 +120,8 @@ def draw(
     """Draw the labelled and, where none is published, the validation images from the training ones.
 
     Shares are of the annotated training images; a share of labels never reaches into the
-    validation images, so 100% means all others. With one seed and one validation amount the
+    validation images, so 100% means all others. A number of labels does: validation images that
+    nobody asked for make way for it. With one seed and one validation amount the
     labelled images of a smaller amount are among those of a larger one. The draw depends on
     the names, not on the order in which they were listed.
 
@@ -129,7 +130,8 @@ def draw(
         labelled: how many images may be used with their points.
         seed: of the draw.
         validation: how many training images to put aside, at random whatever the order, or a
-            list of them; None for the published validation images, or 10 % where there are none.
+            list of them; None for the published validation images, or 10 % where there are none
+            (and fewer where that many labels are asked for).
         order: "crowded" or "sparse" labels the images with the most or fewest people first.
         stratified: spread the labelled images evenly over the counts. This and `order` look
             at the counts of all training images, which a real labelling could not.
@@ -144,9 +146,10 @@ def draw(
         raise InputError("no annotated training image to draw from", source=dataset.root)
     total = len(pool)
     shuffled = _shuffle(pool, seed)
-    held = _validation(dataset, shuffled, total, validation)
-    rest = _without(shuffled, held)
     wanted = _number(labelled, total)
+    spare = max(0, total - wanted) if isinstance(labelled, int) else total
+    held = _validation(dataset, shuffled, total, validation, spare)
+    rest = _without(shuffled, held)
     if isinstance(labelled, float):
         wanted = min(max(wanted, 1), len(rest))
     if not 1 <= wanted <= len(rest):
@@ -181,7 +184,7 @@ def from_lists(
     chosen = listed(dataset, labelled)
     pool = _annotated(dataset, "train")
     free = _without(_shuffle(pool, seed), chosen)
-    held = _validation(dataset, free, len(pool), validation)
+    held = _validation(dataset, free, len(pool), validation, len(free))
     if isinstance(validation, Path):
         keys = {sample.key for sample in chosen}
         if both := [sample.name for sample in held if sample.key in keys]:
@@ -306,9 +309,13 @@ def _spread(ordered: Sequence[Sample], rng: Generator) -> list[Sample]:
 
 
 def _validation(
-    dataset: Dataset, candidates: Sequence[Sample], total: int, amount: Amount | Path | None
+    dataset: Dataset,
+    candidates: Sequence[Sample],
+    total: int,
+    amount: Amount | Path | None,
+    spare: int,
 ) -> list[Sample]:
-    """Those of a list, the published ones, or the last candidates.
+    """Those of a list, the published ones, or the last candidates, `spare` at most unless asked.
 
     The last, so that labels from the front stay the same.
     """
@@ -317,7 +324,7 @@ def _validation(
     published = _annotated(dataset, "val")
     if amount is None and published:
         return published
-    number = _number(VALIDATION if amount is None else amount, total)
+    number = min(_number(VALIDATION, total), spare) if amount is None else _number(amount, total)
     if number > len(candidates):
         raise InputError(
             f"{number} validation images asked for, but {len(candidates)} of {total} annotated "

@@ -119,10 +119,6 @@ class Augmentation:
             raise InputError(f"crop must be at least 1 px, got {self.crop}")
 
 
-PAPER = Augmentation()
-AUTHORS = Augmentation(scale_range=(0.75, 1.25), grey=0.12)
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """A part of an image, scaled and perhaps mirrored: geometry without pixels.

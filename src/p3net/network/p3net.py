@@ -21,7 +21,7 @@ from p3net.errors import InputError
 from p3net.intervals import PUBLISHED, Pair
 from p3net.network.backbones import BACKBONES
 from p3net.network.decoder import Decoder
-from p3net.network.fusion import DECODINGS, FUSIONS, crop, modulate, upsample
+from p3net.network.fusion import DECODINGS, FUSIONS, by_expectation, crop, modulate, upsample
 from p3net.targets import CELL, grid_hw
 
 
@@ -81,7 +81,7 @@ class Output(NamedTuple):
         density: B×h×w heads per cell, branches fused.
         logits: per branch B×C×h×w; empty for a regressor.
         probabilities: per branch B×C×h×w, the softmax of the logits; empty for a regressor.
-        expectations: per branch B×h×w; empty for a regressor.
+        expectations: per branch B×h×w, whatever the decoding; empty for a regressor.
     """
 
     density: Tensor
@@ -189,10 +189,12 @@ class P3Net(nn.Module):
         scale = cells.shape[1] ** -0.5 if arch.scaled_logits else 1.0
         logits = tuple(modulate(tokens * scale, cells) for tokens in refined)
         p, q = (each.softmax(dim=1) for each in logits)
+        one, two = self.intervals
+        expected = by_expectation(p, one), by_expectation(q, two)
         decode = DECODINGS[arch.decoding]
-        first, second = decode(p, self.intervals[0]), decode(q, self.intervals[1])
+        first, second = expected if decode is by_expectation else (decode(p, one), decode(q, two))
         fused = FUSIONS[arch.fusion](p, q, first, second)
-        return Output(fused, logits, (p, q), (first, second))
+        return Output(fused, logits, (p, q), expected)
 
     def attention_maps(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-attention per token, A1…AC and B1…BC of fig:viz: B×L×C×h'×w' for each branch."""

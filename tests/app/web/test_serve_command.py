@@ -34,6 +34,8 @@ def test_what_cannot_be_served_is_told(tmp_path, folder, monkeypatch):
     assert "no such folder" in complaint(run("--data", tmp_path / "nowhere", "--port", 0))
     assert "no such" in complaint(run(tmp_path / "nowhere.safetensors", "--port", 0))
     assert "key=value" in complaint(run("--data", folder, "--port", 0, "--set", "steps"))
+    unknown = run("--data", folder, "--port", 0, "--set", "recipe.stepz=1")
+    assert "did you mean 'recipe.steps'?" in complaint(unknown)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "choose another --port" in complaint(run("--data", folder, "--port", port))
