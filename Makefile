@@ -34,11 +34,11 @@ BOX_DATA = sha:$(SHANGHAITECH)/part_A + shb:$(SHANGHAITECH)/part_B + synthetic:7
 box: $(VENV)/.run
 	@test -d '$(SHANGHAITECH)/part_A' || { echo 'make box SHANGHAITECH=the folder of part_A and part_B'; exit 2; }
 	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=48' --config experiments/recipes/box.yaml --out runs/box-1
-	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-2.yaml \
-	  --from runs/box-1 --out runs/box-2
-	$(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-3.yaml \
-	  --from runs/box-2 --out runs/box-3
-	$(BIN)/p3net export runs/box-3 runs/box --half --lists
+	for round in 2 3 4; do \
+	  $(BIN)/p3net train '$(BOX_DATA) + surfaces:7?train=72' --config experiments/recipes/box-$$round.yaml \
+	    --from runs/box-$$((round - 1)) --out runs/box-$$round || exit; \
+	done
+	$(BIN)/p3net export runs/box-4 runs/box --half --lists
 	rm -r src/p3net/box/split
 	cp -r runs/box/config.json runs/box/model.safetensors runs/box/split src/p3net/box
 
