@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ def test_the_multiplier_is_numpys_quantile(scores, level):
     times, enough = Calibration(tuple(scores)).multiplier(level)
     share = math.ceil(round((len(scores) + 1) * level, 9)) / len(scores)
     assert enough == (share <= 1)
-    assert times == np.quantile(np.abs(scores), min(share, 1), method="inverted_cdf")
+    quantile = np.quantile(np.abs(scores), min(share, 1), method="inverted_cdf")
+    assert times == (quantile if enough else max(quantile, NormalDist().inv_cdf((1 + level) / 2)))
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
@@ -92,6 +94,12 @@ def test_how_many_images_a_level_takes(level, images):
         found = interval(200, 1, level, short)
         assert not found.calibrated
         assert (found.low, found.high) == (200 - (images - 1), 200 + (images - 1))  # the worst seen
+
+
+def test_one_image_that_was_counted_well_is_no_reason_for_a_narrow_interval():
+    found = interval(100, 10, 0.95, Calibration((0.01,)))
+    assert (found.low, found.high) == pytest.approx((100 - 19.6, 100 + 19.6), abs=0.01)
+    assert not found.calibrated
 
 
 def test_without_a_calibration_the_spread_is_a_deviation():

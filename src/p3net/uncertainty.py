@@ -134,15 +134,23 @@ class Calibration:
     def multiplier(self, level: float, count: float = 0.0) -> tuple[float, bool]:
         """How many spreads to either side of a count to go, and whether that is calibrated.
 
-        With too few images for the level it is the largest there was, which is not.
+        With too few images for the level it is the largest there was, which is not; and no less
+        than of a standard deviation, since a few images may happen to be counted well.
         """
         sizes = sorted(map(abs, self.peers(count, level)))
         at = rank(level, len(sizes))
-        return sizes[min(at, len(sizes)) - 1], at <= len(sizes)
+        if at <= len(sizes):
+            return sizes[at - 1], True
+        return max(sizes[-1], normal(level)), False
 
 
 GROUP = 30
 """Images that are enough for ranking a count among its like alone."""
+
+
+def normal(level: float) -> float:
+    """How many standard deviations to either side hold this share of a normal distribution."""
+    return NormalDist().inv_cdf((1 + level) / 2)
 
 
 def rank(level: float, images: int) -> int:
@@ -160,11 +168,11 @@ def interval(
     """An interval around a count with spread `unit`.
 
     Without a calibration, or with too few images for the level, it is said to be uncalibrated;
-    the spread is then taken for a standard deviation, or as large as the worst image had it. So
+    the spread is then taken for a standard deviation, or is as large as the worst image had it. So
     is that of a part of an image (not `whole`): whole images say little about parts.
     """
     if calibration is None:
-        times, calibrated = NormalDist().inv_cdf((1 + level) / 2), False
+        times, calibrated = normal(level), False
     else:
         times, calibrated = calibration.multiplier(level, count)
     reach = times * unit
