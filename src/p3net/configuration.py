@@ -227,7 +227,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "average": 0.998,
             "terms": {
                 "total": {"weight": 20.0},
-                "ecr": {"weight": 10.0, "start": 300, "ramp": 300},
+                "ecr": {"weight": 2.0, "start": 300, "ramp": 300},
             },
             "choose": "last",
         },
