@@ -2,7 +2,7 @@
 
     python benchmarks/box.py [--sizes 1024 384] [--threads 2] [--repeats 5]
 
-The box enlarges an image before it counts, one of 1024² to 1536²; "as it is" leaves that out, so
+The box enlarges an image before it counts, one of 1024² to 1280²; "as it is" leaves that out, so
 that both networks see the same pixels. VGG-19 has random weights, which cost the same time.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from p3net.app.cli import cli
 from p3net.app.evaluate import shared_roles
 from p3net.data import splits
 from p3net.data.catalogue import open_dataset
+from p3net.structures import Dataset, Sample
 
 BOX = Path(p3net.__file__).parent / "box"
 
@@ -43,6 +44,21 @@ def test_it_learned_from_no_development_image():
 def test_rendered_scenes_are_not_taken_for_those_it_learned_from():
     others = open_dataset("synthetic:3?train=3&val=0&test=0")
     assert shared_roles(p3net.load(), "box", others) == {}
+
+
+def test_what_it_learned_from_is_known_of_models_that_go_on_from_it(tmp_path):
+    split = splits.read(BOX / "split")
+    names = [name for name in split.labelled if name.startswith("train/sha/")]
+    names = [name.removeprefix("train/sha/") for name in (*names[:2], "train/sha/new")]
+    seen = Dataset("sha", "", tuple(Sample(name, _never) for name in names))
+    child = replace(p3net.load(), metadata={"kind": "folder", "settings": {"weights": "box"}})
+    checkpoint.save(tmp_path / "model.safetensors", child.network, child.metadata)
+    assert shared_roles(p3net.load(), "box", seen) == {"labelled": 2}
+    assert shared_roles(checkpoint.load(tmp_path), tmp_path, seen) == {"labelled": 2}
+
+
+def _never() -> Image.Image:
+    raise AssertionError("nobody has to look")
 
 
 def test_a_photo_is_counted_without_naming_a_model(tmp_path):
@@ -84,7 +100,7 @@ def test_learning_goes_on_from_it_by_default(tmp_path):
     settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
     own = checkpoint.read(BOX / "model.safetensors")[1]
     assert settings["weights"] == "box"
-    assert settings["recipe"]["learning_rate"] == 5e-5  # what it knows is not to be unlearned
+    assert settings["recipe"]["learning_rate"] == 2e-4  # what it knows is not to be unlearned
     assert settings["network"] == own["network"]["architecture"]
     sizes = checkpoint.sizing(own)
     assert {name: settings["views"][name] for name in asdict(sizes)} == asdict(sizes)

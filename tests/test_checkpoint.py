@@ -256,6 +256,12 @@ def test_a_pickle_with_code_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_model_is_put_on_the_device_that_is_asked_for():
+    assert {each.device.type for each in checkpoint.load().network.parameters()} == {"cpu"}
+    elsewhere = checkpoint.load(device="meta").network
+    assert {each.device.type for each in elsewhere.parameters()} == {"meta"}
+
+
 def test_a_state_dict_of_neither_kind(tmp_path):
     torch.save({"conv.weight": torch.ones(1)}, tmp_path / "w.pth")
     refused(tmp_path / "w.pth", r"neither .* of p3net nor of the authors' code; .* conv\.weight")
@@ -264,7 +270,7 @@ def test_a_state_dict_of_neither_kind(tmp_path):
 # --- the authors' network, restated ------------------------------------------------------------
 
 _CONFIGURATION = "64 64 M 128 128 M 256 256 256 256 M 512 512 512 512 M 512 512 512 512"
-# SPEC §2, typed again from there
+# the paper's published intervals, typed again
 _BORDERS_1 = """0.00016 0.001929451850323205 0.008082773401606307 0.016486622634959903
 0.027201606048777624 0.040376651083361484 0.05635653159451606 0.07564311114549255
 0.09873047409540833 0.1263212381117904 0.15925543689080027 0.19863706203617743

@@ -13,7 +13,7 @@ from PIL import Image
 import p3net
 from p3net.counting import Counter, Prediction
 from p3net.data.images import open_image
-from p3net.data.transforms import Sizing
+from p3net.data.transforms import Sizing, apply_view, whole_view
 from p3net.errors import InputError
 from p3net.network.p3net import Architecture, P3Net
 from p3net.network.regressor import Regressor, RegressorArchitecture
@@ -123,6 +123,29 @@ def test_large_images_are_shrunk_and_cells_are_stated_in_their_pixels(counter, t
     path = tmp_path / "a.jpg"
     Image.fromarray(noise(256, 320)).save(path, quality=90)
     assert small.count(path).count == small.count(path.read_bytes()).count
+
+
+def test_a_size_that_nothing_was_calibrated_at_has_no_calibrated_interval(counter):
+    known = {"calibration": {"scores": [0.5] * 20}}
+    small = Counter(counter.network, Sizing(64), metadata=known)
+    for size_hw, full_size, calibrated in (
+        ((128, 128), False, True),
+        ((128, 128), True, False),
+        ((60, 200), True, True),
+    ):
+        interval = small.count(noise(*size_hw), full_size=full_size).interval
+        assert interval is not None
+        assert interval.calibrated is calibrated
+
+
+@pytest.mark.parametrize("own", ["pillow", "cv2"])
+def test_images_are_scaled_as_in_training(counter, own):
+    pytest.importorskip("cv2")
+    model = Counter(counter.network, Sizing(64), metadata={"preparation": {"backend": own}})
+    image = noise(128, 200)
+    pixels, _ = model.prepare(image)
+    expected = apply_view(image, whole_view((128, 200), Sizing(64)), backend=own)
+    assert np.array_equal(pixels, expected)
 
 
 def test_smaller_images_are_enlarged_as_in_training(counter):

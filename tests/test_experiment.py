@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_run_from_a_model_keeps_its_network_and_intervals(tmp_path):
     again = prepare(tiny(weights=str(tmp_path / "first"), intervals="auto", labelled="2", seed=5))
     for name, tensor in first.network.state_dict().items():
         assert torch.equal(tensor, again.method.network.state_dict()[name]), name
-    assert again.metadata["chosen_intervals"] == {"how": "kept"}
+    assert again.metadata["chosen_intervals"]["how"] == "kept"
     assert again.method.network.intervals == first.network.intervals
     fitted = prepare(tiny(weights=str(tmp_path / "first"), labelled="2", seed=5))
     assert fitted.method.network.intervals != first.network.intervals
@@ -231,7 +232,31 @@ def test_all_that_is_marked_of_own_images_is_used_and_of_other_sets_five_percent
 
     assert used(f"folder:{tmp_path}") == [9, 2, 1]
     assert used(f"folder:{tmp_path}", labelled="10") == [10, 2, 0]  # as the README has it
+    assert used(f"folder:{tmp_path} + folder:{tmp_path}") == [18, 4, 2]
+    assert used(f"folder:{tmp_path} + surfaces:7?train=3") == [12, 2, 1]
     assert used("synthetic:3?train=40&val=0&test=2&size=96x128") == [2, 34, 4]
+
+
+def test_intervals_that_are_asked_for_are_not_the_published_ones(tmp_path):
+    asked = tiny("paper", partition="uniform-length", intervals_count=6)
+    dataset = replace(open_dataset(asked.data), kind="sha")
+    assert prepare(asked, dataset).metadata["chosen_intervals"]["how"] == "fit"
+    assert prepare(tiny("paper"), dataset).metadata["chosen_intervals"]["how"] == "published"
+    assert "25 by uep" in complaint(intervals="published", intervals_count=6)
+
+
+def test_a_run_whose_points_were_changed_is_not_resumed(tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for k in range(4):
+        Image.new("RGB", (64, 64)).save(photos / f"{k}.png")
+        (photos / f"{k}.csv").write_text(f"x,y\n30,30\n{10 + k},12\n")
+    chosen = tiny(data=f"folder:{photos}", labelled="100%", validation="0", intervals="fit")
+    run(prepare(chosen), tmp_path / "run")
+    run(prepare(chosen), tmp_path / "run", resume=True)
+    (photos / "0.csv").write_text("x,y\n" + "30,30\n31,30\n" * 20)
+    with pytest.raises(InputError, match=r"density intervals \(have points been changed since"):
+        run(prepare(chosen), tmp_path / "run", resume=True)
 
 
 def test_a_split_that_was_written_is_read_again(tmp_path):
@@ -265,7 +290,7 @@ def test_intervals_are_fitted_on_the_labelled_images_or_published():
     fitted = prepare(tiny("paper"))
     assert fitted.metadata["chosen_intervals"]["how"] == "fit"  # synthetic is not of the paper
     published = prepare(tiny("paper", intervals="published"))
-    assert published.metadata["chosen_intervals"] == {"how": "published"}
+    assert published.metadata["chosen_intervals"]["how"] == "published"
     assert len(published.method.network.intervals[0]) == 25  # type: ignore[union-attr]
 
 

@@ -114,7 +114,7 @@ ABOUT: dict[str, Any] = {
         {"step": 5, "mae": 10.0, "rmse": 20.0, "nae": 0.25},
         {"step": 9, "mae": 11.0, "rmse": 22.0, "nae": 0.5},
     ],
-    "calibration": {"scores": [0.1, 0.2], "images": 2},
+    "calibration": {"scores": [0.1, 0.2] * 5, "images": 10},
     "versions": {"torch": "2.13.0"},
 }
 
@@ -213,7 +213,7 @@ def test_the_card_says_what_matters(counter, tmp_path):
     assert "step 5" in card
     assert "`37194e57`" in card
     assert "without the test images" in card
-    assert "calibrated on 2 images" in card
+    assert "calibrated on 10 images" in card
     assert "25 density intervals" in card
     assert "Licence\n\nNot stated" in card
     assert "/home/ann" not in card
@@ -222,4 +222,6 @@ def test_the_card_says_what_matters(counter, tmp_path):
     assert "TEST images" in sinner
     assert "step 9" in sinner
     assert "not calibrated" in sinner
+    few = hub.card({**ABOUT, "calibration": {"scores": [0.1, 0.2], "images": 2}})
+    assert "not calibrated" in few
     assert "Not recorded (authors)" in hub.card({"origin": "authors"})

@@ -105,7 +105,12 @@ def test_every_module_has_its_line():
     (tree,) = [
         text for text in (ROOT / "README.md").read_text().split("```") if "src/p3net/\n" in text
     ]
-    for path in (ROOT / "src" / "p3net").rglob("*.py"):
-        if path.name.startswith("__") or "app" in path.parts:
+    package = ROOT / "src" / "p3net"
+    entries = re.split(r"\n {2}(?=\w)", tree)
+    for path in package.rglob("*.py"):
+        first, *inside = path.relative_to(package).parts
+        if path.name.startswith("__") or first == "app":
             continue
-        assert re.search(rf"\b{path.stem}\b", tree), path.name
+        start = f"{first}/" if inside else first
+        (entry,) = [each for each in entries if re.match(rf"(\w+\.py, )*{start}", each)]
+        assert not inside or re.search(rf"\b{path.stem}\b", entry), path.name

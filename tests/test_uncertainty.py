@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p3net import checkpoint, experiment, uncertainty
-from p3net.configuration import settings
+from p3net.configuration import merge, settings
 from p3net.counting import Counter
 from p3net.data.catalogue import open_dataset
 from p3net.errors import InputError
@@ -59,7 +59,7 @@ def test_the_spread_by_hand():
 
 @given(st.lists(FINITE, min_size=1, max_size=60), st.floats(0.05, 0.98))
 def test_the_multiplier_is_numpys_quantile(scores, level):
-    times, enough = Calibration(tuple(scores)).multiplier(level)
+    times, enough = Calibration(tuple(scores)).multiplier(level, 0)
     share = math.ceil(round((len(scores) + 1) * level, 9)) / len(scores)
     assert enough == (share <= 1)
     quantile = np.quantile(np.abs(scores), min(share, 1), method="inverted_cdf")
@@ -113,7 +113,23 @@ def test_without_a_calibration_the_spread_is_a_deviation():
 def test_low_is_never_negative_and_parts_are_never_calibrated():
     known = Calibration((-3.0,) * 50)
     assert interval(5, 10, 0.9, known) == uncertainty.Interval(0.0, 35.0, 0.9, calibrated=True)
-    assert not interval(5, 10, 0.9, known, whole=False).calibrated
+    assert not interval(5, 10, 0.9, known, part_of=9).calibrated
+
+
+def test_images_that_chose_the_model_calibrate_nothing():
+    scores = tuple(k / 10 for k in range(1, 60))
+    fair, chose = Calibration(scores), Calibration(scores, chose=True)
+    assert fair.multiplier(0.9, 0) == (5.4, True)
+    assert chose.multiplier(0.9, 0) == (5.4, False)
+    assert Calibration((0.1,) * 50, chose=True).multiplier(0.9, 0)[0] == pytest.approx(1.645, 1e-3)
+    assert Calibration.of({"calibration": chose.to_dict()}) == chose
+
+
+def test_a_part_of_an_image_is_ranked_with_the_whole():
+    """A few people in a dense crowd are off as dense crowds are."""
+    known = Calibration((1.0,) * 30 + (5.0,) * 30, counts=(*range(30), *range(1000, 1030)))
+    assert interval(5, 10, 0.9, known).high == 15
+    assert interval(5, 10, 0.9, known, part_of=1005).high == 55
 
 
 def test_an_image_is_ranked_among_its_like():
@@ -170,7 +186,7 @@ def test_a_calibration_survives_json():
     known = Calibration((2.0, -1.0, 0.5), "photos")
     assert known.scores == (-1.0, 0.5, 2.0)
     record = known.to_dict()
-    assert record == {"scores": [-1.0, 0.5, 2.0], "images": 3, "data": "photos"}
+    assert record == {"scores": [-1.0, 0.5, 2.0], "images": 3, "data": "photos", "chose": False}
     assert Calibration.of({"calibration": record}) == known
     assert Calibration.of({}) is None
     both = Calibration((2.0, -1.0, 0.5), "photos", (7.0, 9.0, 8.0))
@@ -278,23 +294,32 @@ def test_which_images_it_was_is_written_down(counter):
     assert other.metadata["calibration"]["data"] != one["data"]
 
 
+TINY = {
+    "data": "synthetic:3?train=4&val=3&test=1&size=64x96",
+    "labelled": "2",
+    "weights": "none",
+    "network": {"backbone": "small", "layers": 1, "hidden": 8, "heads": 2},
+    "views": {"crop": 64},
+    "recipe": {"steps": 1, "workers": 0, "validate_every": 1},
+}
+
+
+@pytest.mark.parametrize(("choose", "chose"), [("best", True), ("last", False)])
+def test_a_run_says_whether_its_validation_images_chose_the_model(tmp_path, choose, chose):
+    given = merge(TINY, {"recipe": {"steps": 2, "choose": choose}})
+    counter = experiment.run(experiment.prepare(settings(given)), tmp_path / "run")
+    assert counter.metadata["calibration"]["chose"] is chose
+
+
 def test_a_run_calibrates_its_model_on_the_validation_images(tmp_path):
-    chosen = settings(
-        {
-            "data": "synthetic:3?train=4&val=3&test=1&size=64x96",
-            "labelled": "2",
-            "weights": "none",
-            "network": {"backbone": "small", "layers": 1, "hidden": 8, "heads": 2},
-            "views": {"crop": 64},
-            "recipe": {"steps": 1, "workers": 0, "validate_every": 1},
-        }
-    )
+    chosen = settings(TINY)
     prepared = experiment.prepare(chosen)
     counter = experiment.run(prepared, tmp_path / "run")
     record = checkpoint.load(tmp_path / "run").metadata
     assert record["calibration"] == counter.metadata["calibration"]
     assert record["calibration"]["images"] == 3
     assert record["step"] == 1  # what training wrote is still there
+    assert not record["calibration"]["chose"]  # there was one model to choose from
     scores = []
     for sample in prepared.data.validation.samples:
         with sample.open() as image:

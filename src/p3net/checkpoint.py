@@ -54,7 +54,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as others may read files here; save_file's are private
         save_file(ready, temporary, {"p3net": json.dumps(record)})
+        temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -132,13 +135,13 @@ def save(
     write(path, _unshared(tensors), {**metadata, "network": describe(network)})
 
 
-def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
+def load(path: str | Path = BOX, *, runtime: str | None = None, device: str = "cpu") -> Counter:
     """A model ready to count: a run's folder, a weights file, an exported one, a name on the hub.
 
     Without any, the model in the box, which counts people in crowds. Weights are `.safetensors` of
     this package or `.pth` of the authors' code. Exported files, `.onnx` and `.xml`, are run by
-    `runtime`: onnxruntime or openvino; weights by torch. What exists as a path wins over
-    `user/name` on the hub.
+    `runtime`: onnxruntime or openvino; weights by torch, on any `device` it has. What exists as a
+    path wins over `user/name` on the hub.
     """
     if runtime not in (None, "torch", *RUNTIMES):
         known = ", ".join(("torch", *RUNTIMES))
@@ -156,7 +159,7 @@ def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
         tensors, record = read(path)
         network = build(record.get("network", {}), source=path)
         fill(network, tensors, "average." if any(map(_averaged, tensors)) else "network.", path)
-        return _counter(network, record)
+        return _counter(network.to(device), record)
     weights = read_weights(path)
     if not is_authors(weights):
         raise InputError(
@@ -164,7 +167,8 @@ def load(path: str | Path = BOX, *, runtime: str | None = None) -> Counter:
             + ", ".join(list(weights)[:3]),
             source=path,
         )
-    return Counter(from_authors(weights, source=path), metadata={"origin": "authors"})
+    network = from_authors(weights, source=path)
+    return Counter(network.to(device), metadata={"origin": "authors"})
 
 
 def _counter(network: nn.Module, record: Mapping[str, Any]) -> Counter:

@@ -150,8 +150,15 @@ class Settings(_Strict):
         default=False, description="choose the model on the test images: a sin, recorded for ever"
     )
 
+    @property
+    def published_partition(self) -> bool:
+        """Whether the published intervals are of the kind and number that is asked for."""
+        return (self.partition, self.intervals_count) == ("uep", 25)
+
     @model_validator(mode="after")
     def _agree(self) -> Settings:
+        if self.intervals == "published" and not self.published_partition:
+            raise ValueError("the published intervals are 25 by uep; use intervals: fit for others")
         if self.network.backbone.startswith("lite0") and self.weights == "none":
             raise ValueError(
                 "Lite0 keeps its batch statistics frozen and cannot start from nothing; "
@@ -164,6 +171,10 @@ class Settings(_Strict):
             )
         if self.method == "mean-teacher" and not self.teacher:
             raise ValueError("method mean-teacher needs a teacher; set teacher: 0.99 or so")
+        if self.method == "mean-teacher" and not (self.strong or self.hidden or self.soft):
+            raise ValueError(
+                "method mean-teacher needs two views that differ; set strong: 0.5 or so"
+            )
         likeliest = self.network.kind == "p3net" and self.network.decoding == "maximum"
         if likeliest and (self.total or self.loss in ("bl", "dm")):
             raise ValueError(
@@ -233,7 +244,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""`paper` and `authors` are SPEC's two columns; `quick` is for few labels and two cores.
+"""`paper` and `authors` are as published and as in their code (docs/decisions.md).
+
+`quick` is for few labels and two cores.
 
 The authors' crops of ShanghaiTech A (256 px) are a matter of the data: `--set views.crop=256`.
 """
@@ -251,8 +264,35 @@ WITH_BACKBONE: dict[tuple[str, str], dict[str, Any]] = {
 """What a preset sets otherwise for a backbone that the user names: `quick` was set for Lite0."""
 
 
+_MEAN_TEACHER: dict[str, Any] = {
+    "per_cell": True,
+    "strong": 0.5,
+    "teacher": 0.999,
+    "recipe": {"terms": {"mt": {"weight": 200, "ramp": 4000, "shape": "sigmoid"}}},
+}
+_RANKING: dict[str, Any] = {
+    "per_cell": True,
+    "recipe": {"terms": {"l2r": {"weight": 0.01, "start": 2000, "ramp": 2000}}},
+}
+
+WITH_METHOD: dict[tuple[str, str], dict[str, Any]] = {
+    ("paper", "mean-teacher"): _MEAN_TEACHER,
+    ("authors", "mean-teacher"): _MEAN_TEACHER,
+    ("quick", "mean-teacher"): {
+        "recipe": {"terms": {"mt": {"weight": 200, "ramp": 1200, "shape": "sigmoid"}}}
+    },
+    ("paper", "l2r"): _RANKING,
+    ("authors", "l2r"): _RANKING,
+    ("quick", "l2r"): {
+        "streaming": {"unlabelled": 2},  # each costs five passes
+        "recipe": {"terms": {"l2r": {"weight": 0.01, "start": 300, "ramp": 300}}},
+    },
+}
+"""What a preset sets otherwise for a rival: two views that differ, a weight that rises."""
+
+
 FROM_A_MODEL: dict[str, dict[str, Any]] = {
-    "quick": {"recipe": {"steps": 1200, "learning_rate": 5e-5}}
+    "quick": {"recipe": {"steps": 1200, "learning_rate": 2e-4}}
 }
 """What a preset sets otherwise for a run that goes on from a trained model."""
 
@@ -266,6 +306,7 @@ def settings(
     asked = given.get("network")
     backbone = str(asked.get("backbone")) if isinstance(asked, Mapping) else ""
     base = merge(PRESETS[preset], WITH_BACKBONE.get((preset, backbone), {}))
+    base = merge(base, WITH_METHOD.get((preset, str(given.get("method"))), {}))
     if isinstance(asked, Mapping) and asked.get("kind") == "regressor":  # what it shares with P³Net
         shared = base.get("network", {}).keys() & RegressorArchitecture.model_fields.keys()
         base["network"] = {key: base["network"][key] for key in shared - {"kind"}}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from p3net import tiling
 from p3net.data.images import upright_size_hw
-from p3net.data.transforms import Pixels, Sizing, apply_view, whole_view
+from p3net.data.transforms import Backend, Pixels, Sizing, apply_view, whole_view
 from p3net.errors import InputError
 from p3net.network.p3net import Output
 from p3net.prediction import Countable, Grid, Prediction, RegionCount, open_source
@@ -123,17 +123,20 @@ class Counter:
                 count=inside,
                 interval=None
                 if variance is None
-                else interval(inside, spread(variance, share), level, calibration, whole=False),
+                else interval(inside, spread(variance, share), level, calibration, part_of=count),
                 area_m2=regions.area_m2(region, size_hw) if regions is not None else None,
             )
+        own = None
+        if variance is not None:
+            own = interval(count, spread(variance), level, calibration)
+            if min(pixels.shape[:2]) > self.sizing.max_shorter_side:  # calibrated on smaller ones
+                own = replace(own, calibrated=False)
         return Prediction(
             count=count,
             density=density,
             size_hw=size_hw,
             cell_xy=cell_xy,
-            interval=None
-            if variance is None
-            else interval(count, spread(variance), level, calibration),
+            interval=own,
             variance=variance,
             branches=tuple(map(_frozen, cells.branches)),
             regions=MappingProxyType(parts),
@@ -153,7 +156,12 @@ class Counter:
         view = whole_view(size_hw, sizing)
         if isinstance(opened, np.ndarray) and view.size_hw == size_hw:
             return opened, view.scale_xy  # no copy: it may be large
-        return apply_view(opened, view), view.scale_xy
+        return apply_view(opened, view, backend=self._backend()), view.scale_xy
+
+    def _backend(self) -> Backend | None:
+        """What scaled the images that the model learned from, where it is installed."""
+        own: Backend | None = self.metadata.get("preparation", {}).get("backend")
+        return "pillow" if own == "pillow" else None
 
     @torch.inference_mode()
     def predict(self, images: Tensor) -> Output:

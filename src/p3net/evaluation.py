@@ -207,16 +207,27 @@ def calibrate(counter: Counter, dataset: Dataset, progress: Progress | None = No
     return calibrated(counter, score(counter, dataset, progress), dataset.root)
 
 
-def calibrated(counter: Counter, scored: Sequence[Scored], data: str) -> Counter:
-    """The same model with intervals from these scores; `data` says where they come from."""
+def calibrated(
+    counter: Counter, scored: Sequence[Scored], data: str, *, chose: bool = False
+) -> Counter:
+    """The same model with intervals from these scores.
+
+    Args:
+        counter: the model.
+        scored: its images, which it has not learned from.
+        data: where they come from.
+        chose: whether the model was chosen among others for its errors on them.
+    """
     names = hashlib.sha256("\n".join(sorted(each.key for each in scored)).encode())
-    made = _calibration(scored, f"{data} (images {names.hexdigest()[:12]})")
+    made = _calibration(scored, f"{data} (images {names.hexdigest()[:12]})", chose=chose)
     return replace(counter, metadata={**counter.metadata, uncertainty.KEY: made.to_dict()})
 
 
-def _calibration(scored: Sequence[Scored], data: str = "") -> uncertainty.Calibration:
+def _calibration(
+    scored: Sequence[Scored], data: str = "", *, chose: bool = False
+) -> uncertainty.Calibration:
     scores = tuple(each.score for each in scored)
-    return uncertainty.Calibration(scores, data, tuple(each.counted for each in scored))
+    return uncertainty.Calibration(scores, data, tuple(each.counted for each in scored), chose)
 
 
 def held_out(scored: Sequence[Scored], level: float) -> Coverage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,9 +19,10 @@ from p3net.configuration import Settings, Views
 from p3net.counting import Counter
 from p3net.data import splits
 from p3net.data.cache import Cache
-from p3net.data.catalogue import JOINED, SURFACES, SYNTHETIC, open_dataset
+from p3net.data.catalogue import is_own, open_dataset
 from p3net.data.images import upright_size_hw
 from p3net.data.loading import Stream, mixed, paired
+from p3net.data.readers import BENCHMARKS
 from p3net.data.splits import Split, SplitData
 from p3net.data.transforms import apply_to_points, default_backend, whole_view
 from p3net.errors import InputError
@@ -40,14 +42,6 @@ from p3net.recipe import Recipe
 from p3net.structures import Dataset
 from p3net.targets import densities
 from p3net.uncertainty import KEY
-
-PAPER_SETS = ("sha", "shb", "qnrf", "jhu", "nwpu")
-"""Kinds of data that the published intervals are for."""
-
-
-def is_own(dataset: Dataset) -> bool:
-    """Whether these are a user's own images: neither a published set nor rendered."""
-    return dataset.kind not in (*PAPER_SETS, JOINED, SYNTHETIC, SURFACES)
 
 
 @dataclass(frozen=True)
@@ -183,6 +177,8 @@ def _network(
     else:
         own = start.intervals if isinstance(start, P3Net) else None
         pair, choice = _intervals(chosen, data, kind, own)
+        tables = json.dumps([each.to_dict() for each in pair])
+        choice["hash"] = hashlib.sha256(tables.encode()).hexdigest()[:16]
         network = P3Net(chosen.network, pair)
         if start is not None:
             checkpoint.fill(network, start.state_dict(), "", Path(chosen.weights))
@@ -216,9 +212,10 @@ def _intervals(
     """The density intervals and where they are from; `own` is what the model to start from has."""
     how = chosen.intervals
     if how == "auto":
-        if own is not None:
+        asked = not chosen.published_partition
+        if own is not None and not asked:
             return own, {"how": "kept"}
-        how = "published" if kind in PAPER_SETS else "fit"
+        how = "published" if kind in BENCHMARKS and not asked else "fit"
     if how == "published":
         return PUBLISHED, {"how": how}
     cells = target_cells(data.labelled, chosen.sigma, chosen.views)
@@ -245,6 +242,7 @@ def run(
     folder: Path,
     *,
     report: Callable[[training.Progress], None] = lambda _progress: None,
+    stopped: Callable[[], bool] = lambda: False,
     resume: bool = False,
     world: training.World | None = None,
     cache: Cache | None = None,
@@ -252,7 +250,8 @@ def run(
     """Train in a folder and give the model to count with.
 
     A folder that holds another run is refused, and so is one in which another process trains; with
-    `resume` it must hold this very run. Runs on the same images may share a cache.
+    `resume` it must hold this very run, of which a finished one is left as it is. Runs on the same
+    images may share a cache. `stopped` is asked after every step.
     """
     world = world or training.World()
     keep_freed_memory()
@@ -261,7 +260,21 @@ def run(
         if world.rank == 0:
             _claim(folder, record, resume=resume)
             splits.write(prepared.split, folder / "split")
-        return _trained(prepared, folder, record, report, world, cache, resume=resume)
+        if resume and (counter := _finished(prepared, folder)) is not None:
+            return counter
+        return _trained(prepared, folder, record, report, stopped, world, cache, resume=resume)
+
+
+def _finished(prepared: Prepared, folder: Path) -> Counter | None:
+    """The model of a run that has nothing left to do: it may have been calibrated again since."""
+    model, last = folder / "model.safetensors", folder / "last.safetensors"
+    if not (model.exists() and last.exists()):
+        return None
+    if checkpoint.read(last)[1]["step"] < prepared.settings.recipe.steps:
+        return None
+    counter = checkpoint.load(model)
+    calibrates = len(prepared.data.validation) and isinstance(counter.network, P3Net)
+    return None if calibrates and KEY not in counter.metadata else counter
 
 
 def _trained(
@@ -269,6 +282,7 @@ def _trained(
     folder: Path,
     record: Mapping[str, Any],
     report: Callable[[training.Progress], None],
+    stopped: Callable[[], bool],
     world: training.World,
     cache: Cache | None,
     *,
@@ -296,6 +310,7 @@ def _trained(
         metadata=record,
         validate=validate if len(held) else None,
         report=report,
+        stopped=stopped,
         resume=resume,
         cache=cache or Cache(folder / "cache"),
         world=world,
@@ -303,7 +318,10 @@ def _trained(
     counter = Counter(network, chosen.views.sizing(), metadata=record)
     if world.rank == 0 and len(held) and isinstance(network, P3Net):
         scored = latest if chosen.recipe.choose == "last" and latest else score(counter, held)
-        return _calibrate(counter, scored, held.root, folder / "model.safetensors")
+        chose = (
+            chosen.recipe.choose == "best" and chosen.recipe.steps > chosen.recipe.validate_every
+        )
+        return _calibrate(counter, scored, held.root, folder / "model.safetensors", chose=chose)
     return counter
 
 
@@ -313,9 +331,11 @@ def _trainable(chosen: Settings) -> Recipe:
     return chosen.recipe.model_copy(update={"freeze": frozen})
 
 
-def _calibrate(counter: Counter, scored: Sequence[Scored], data: str, path: Path) -> Counter:
+def _calibrate(
+    counter: Counter, scored: Sequence[Scored], data: str, path: Path, *, chose: bool
+) -> Counter:
     """Calibrate a model's intervals and write that into its file too."""
-    known = calibrated(counter, scored, data)
+    known = calibrated(counter, scored, data, chose=chose)
     _, record = checkpoint.read(path)
     checkpoint.save(path, counter.network, {**record, KEY: known.metadata[KEY]})
     return known
@@ -330,6 +350,15 @@ def metrics_of(results: Sequence[ImageResult | Scored]) -> dict[str, float]:
     return {name: metric(truth, counted) for name, metric in METRICS.items()}
 
 
+_SAME = {
+    "settings": "the settings",
+    "split": "the images, or which of them are labelled,",
+    "chosen_intervals": "the density intervals (have points been changed since?)",
+    "preparation": "the ways to scale images",
+}
+"""Parts of a run's record that a resumed run must agree with, in words."""
+
+
 def _claim(folder: Path, record: Mapping[str, Any], *, resume: bool) -> None:
     """Write `run.json`, or check that the run there is the one to be resumed."""
     path = folder / "run.json"
@@ -340,10 +369,10 @@ def _claim(folder: Path, record: Mapping[str, Any], *, resume: bool) -> None:
                 source=folder,
             )
         before = read_record(folder)
-        for part in ("settings", "split", "chosen_intervals"):
+        for part, what in _SAME.items():
             if before.get(part) != record[part]:
                 raise InputError(
-                    f"cannot resume: the {part} differ from those the run began with: "
+                    f"cannot resume: {what} differ from those the run began with: "
                     + _difference(before.get(part), record[part]),
                     source=path,
                 )

@@ -11,9 +11,13 @@ from typing import Any
 
 from p3net.errors import InputError
 from p3net.metrics import METRICS
+from p3net.uncertainty import Calibration
 
 WEIGHTS = "model.safetensors"
 """The file of a repository that holds the model; `config.json` and `README.md` stand beside it."""
+
+MODEL_SUFFIXES = (".safetensors", ".pth", ".pt", ".onnx", ".xml")
+"""How the names of files that hold a model end."""
 
 _NAME = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 
@@ -24,9 +28,7 @@ def is_name(text: str) -> bool:
     >>> is_name("ann/square"), is_name("ann/square@v2"), is_name("runs/a/b"), is_name("a/b.onnx")
     (True, True, False, False)
     """
-    return _NAME.fullmatch(text) is not None and not text.endswith(
-        (".safetensors", ".pth", ".pt", ".onnx", ".xml")
-    )
+    return _NAME.fullmatch(text) is not None and not text.endswith(MODEL_SUFFIXES)
 
 
 def is_elsewhere(text: str) -> bool:
@@ -217,9 +219,10 @@ def _metrics(record: Mapping[str, Any]) -> str:
         own = best if record.get("chosen") == "best" else steps[-1]
         rows = [f"| {name.upper()} | {own[name]:.2f} |" for name in METRICS if name in own]
         lines = [f"| on validation images, step {own['step']} | |", "|---|---|", *rows]
-    calibration = record.get("calibration")
-    images = calibration.get("images") if isinstance(calibration, Mapping) else None
-    lines += ["", f"Intervals: {f'calibrated on {images} images' if images else 'not calibrated'}."]
+    known = Calibration.of(record)
+    sure = known is not None and known.multiplier(0.9, 0)[1]
+    words = f"calibrated on {len(known.scores)} images" if known and sure else "not calibrated"
+    lines += ["", f"Intervals: {words}."]
     return "\n".join(lines)
 
 

@@ -276,6 +276,7 @@ def _with_means(inner: list[float], foreground: NDArray[np.float64]) -> Interval
             continue
         if start:
             borders.append(upper)  # the border below this interval: the last one closed
-        values.append(float(foreground[start:end].mean()))
+        inside = foreground[start:end]
+        values.append(float(inside.mean().clip(inside[0], inside[-1])))  # a mean of equals may not
         start, upper = end, border
     return Intervals(tuple(borders), tuple(values))

@@ -5,6 +5,7 @@ Coordinates are pixels of the upright image. Shapes: H×W pixels, h×w cells.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class Interval:
 
     def __post_init__(self) -> None:
         """Check the order of the ends and the level."""
-        if not 0 <= self.low <= self.high:
+        if not 0 <= self.low <= self.high < math.inf:
             raise InputError(f"an interval needs 0 <= low <= high, got {self.low} and {self.high}")
         if not 0 < self.level < 1:
             raise InputError(f"a level lies between 0 and 1, got {self.level}")
@@ -130,7 +131,7 @@ class Prediction:
         canvas = _shrunk(open_source(under))
         scale_xy = canvas.width / self.size_hw[1], canvas.height / self.size_hw[0]
         cell_xy = self.cell_xy[0] * scale_xy[0], self.cell_xy[1] * scale_xy[1]
-        washed = _wash(np.asarray(canvas), _stretch(self.density, canvas.size, cell_xy), opacity)
+        washed = _wash(np.asarray(canvas), stretch(self.density, canvas.size, cell_xy), opacity)
         canvas = Image.fromarray(washed)
         if points:
             draw, radius = ImageDraw.Draw(canvas), max(1.5, max(canvas.size) / 600)
@@ -226,7 +227,7 @@ def _shrunk(image: Image.Image | Pixels) -> Image.Image:
     return canvas.resize(size, Image.Resampling.BOX)
 
 
-def _stretch(density: Grid, size_wh: tuple[int, int], cell_xy: tuple[float, float]) -> Grid:
+def stretch(density: Grid, size_wh: tuple[int, int], cell_xy: tuple[float, float]) -> Grid:
     """h×w cells → one number a pixel of a canvas, bilinear; 0 where no cell lies."""
     width, height = size_wh
     columns, rows = width / cell_xy[0], height / cell_xy[1]

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import nn
 
 from p3net.configuration import merge, read_yaml, settings
+from p3net.data.readers import BENCHMARKS
 from p3net.errors import InputError
-from p3net.experiment import PAPER_SETS
 from p3net.metrics import METRICS
 from p3net.network.cost import Cost, cost
 from p3net.network.p3net import Architecture, P3Net
@@ -196,7 +196,7 @@ def trials(
 
 def _located(data: str, paths: Mapping[str, str], source: Path | None) -> str:
     """`sha` → `sha:PATH`, from what was given or from the environment; others as they are."""
-    if data not in PAPER_SETS:
+    if data not in BENCHMARKS:
         return data
     variable = f"P3NET_{data.upper()}"
     path = paths.get(data) or os.environ.get(variable)

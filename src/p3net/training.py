@@ -160,6 +160,7 @@ def train(
     metadata: Mapping[str, Any],
     validate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     report: Callable[[Progress], None] = lambda _progress: None,
+    stopped: Callable[[], bool] = lambda: False,
     resume: bool = False,
     cache: Cache | None = None,
     world: World | None = None,
@@ -168,7 +169,8 @@ def train(
 
     In `folder`: `log.jsonl` (a line per step), `last.safetensors` (all state), and at the end
     `model.safetensors`; with validation also `best.safetensors`, by 2·RMSE + MAE. One process
-    writes. A loss that is not finite stops the run; the last checkpoint stays.
+    writes. A loss that is not finite stops the run; the last checkpoint stays. Once `stopped`, the
+    state is saved and KeyboardInterrupt raised.
     """
     world = world or World()
     writes = world.rank == 0
@@ -192,7 +194,7 @@ def train(
     )
     divisors = Divisors.of(stream)
     crops = stream.crops_per_step * recipe.accumulate
-    saved = time.monotonic()
+    saved, saved_step = time.monotonic(), run.step
     while run.step < recipe.steps:
         started = time.perf_counter()
         torch.manual_seed(torch_generator(seed, run.step, world.rank, 2).initial_seed())
@@ -222,11 +224,20 @@ def train(
             if measured is not None and _is_best(run.history):
                 checkpoint.save(best, run.counting_network, run.record(metadata))
             if done or run.step % recipe.save_every == 0 or time.monotonic() - saved > 300:
-                record = run.record(metadata, network=checkpoint.describe(method.network))
-                checkpoint.write(last, run.tensors(), record)
-                saved = time.monotonic()
+                _save(last, run, metadata)
+                saved, saved_step = time.monotonic(), run.step
         report(progress)
+        if stopped() and not done:
+            if writes and saved_step < run.step:
+                _save(last, run, metadata)
+            raise KeyboardInterrupt
     return _finish(folder, run, recipe, metadata, world)
+
+
+def _save(last: Path, run: Run, metadata: Mapping[str, Any]) -> None:
+    """Write all that a run needs to go on."""
+    record = run.record(metadata, network=checkpoint.describe(run.method.network))
+    checkpoint.write(last, run.tensors(), record)
 
 
 def _begin(method: Method, recipe: Recipe, world: World) -> Run:

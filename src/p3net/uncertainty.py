@@ -77,11 +77,14 @@ class Calibration:
         data: which images these were.
         counts: what was counted in each, if that is known; both are kept in ascending order of
             these, or of the scores.
+        chose: whether the model was chosen for its errors on these very images, which are then
+            smaller than on others: they scale its intervals and do not make them calibrated.
     """
 
     scores: tuple[float, ...]
     data: str = ""
     counts: tuple[float, ...] = ()
+    chose: bool = False
 
     def __post_init__(self) -> None:
         """Check and sort."""
@@ -103,7 +106,8 @@ class Calibration:
             return None
         try:
             counts = tuple(record.get("counts", ()))
-            return cls(tuple(record["scores"]), str(record.get("data", "")), counts)
+            chose = bool(record.get("chose", False))
+            return cls(tuple(record["scores"]), str(record.get("data", "")), counts, chose)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise InputError("the model's calibration is damaged; calibrate it again") from None
 
@@ -115,6 +119,7 @@ class Calibration:
             **known,
             "images": len(self.scores),
             "data": self.data,
+            "chose": self.chose,
         }
 
     def peers(self, count: float, level: float) -> tuple[float, ...]:
@@ -131,17 +136,18 @@ class Calibration:
         first, last = (-(-edge * images // groups) for edge in (own, own + 1))
         return self.scores[first:last]
 
-    def multiplier(self, level: float, count: float = 0.0) -> tuple[float, bool]:
+    def multiplier(self, level: float, count: float) -> tuple[float, bool]:
         """How many spreads to either side of a count to go, and whether that is calibrated.
 
-        With too few images for the level it is the largest there was, which is not; and no less
-        than of a standard deviation, since a few images may happen to be counted well.
+        With too few images for the level it is the largest there was, which is not; nor is it by
+        images that chose the model. Both go no less far than a standard deviation would, since a
+        few images may happen to be counted well.
         """
         sizes = sorted(map(abs, self.peers(count, level)))
         at = rank(level, len(sizes))
-        if at <= len(sizes):
+        if at <= len(sizes) and not self.chose:
             return sizes[at - 1], True
-        return max(sizes[-1], normal(level)), False
+        return max(sizes[min(at, len(sizes)) - 1], normal(level)), False
 
 
 GROUP = 30
@@ -163,17 +169,23 @@ def rank(level: float, images: int) -> int:
 
 
 def interval(
-    count: float, unit: float, level: float, calibration: Calibration | None, *, whole: bool = True
+    count: float,
+    unit: float,
+    level: float,
+    calibration: Calibration | None,
+    *,
+    part_of: float | None = None,
 ) -> Interval:
     """An interval around a count with spread `unit`.
 
     Without a calibration, or with too few images for the level, it is said to be uncalibrated;
     the spread is then taken for a standard deviation, or is as large as the worst image had it. So
-    is that of a part of an image (not `whole`): whole images say little about parts.
+    is that of a part of an image, of which whole images say little: it is ranked among the images
+    like its own, which holds `part_of` in all.
     """
     if calibration is None:
         times, calibrated = normal(level), False
     else:
-        times, calibrated = calibration.multiplier(level, count)
+        times, calibrated = calibration.multiplier(level, count if part_of is None else part_of)
     reach = times * unit
-    return Interval(max(0.0, count - reach), count + reach, level, calibrated and whole)
+    return Interval(max(0.0, count - reach), count + reach, level, calibrated and part_of is None)

@@ -363,7 +363,7 @@ def test_regions(model, tmp_path):
     assert float(row["left"]) == pytest.approx(parts["left"]["count"], abs=1e-3)
     assert float(row["right: per m²"]) == pytest.approx(parts["right"]["per_m2"], abs=1e-4)
     text = run(model, path, "--regions", tmp_path / "r.json").stdout
-    assert re.search(r"  left \(\d+\.\d\d per m²\)\n", text)
+    assert re.search(r"  left \(\d+\.\d\d per m²\), uncalibrated\n", text)
 
 
 @pytest.mark.parametrize("name", ["count", "width", "error"])
@@ -432,7 +432,6 @@ def test_what_intervals_look_like():
     assert ends(None) == "–"
     assert ends(Interval(1.25, 99.0, 0.9, calibrated=True)) == "1.2 – 99.0"
     assert ends(Interval(1234.5, 2345.6, 0.9, calibrated=True)) == "1,234 – 2,346"
-    assert ends(Interval(3.0, float("inf"), 0.9, calibrated=True)) == "3 or more"
     cells = np.full((1, 1), 2.0, np.float32)
     source = Source("video", "a.mp4", "a.mp4", "a.mp4")
     shown = line(Row(source, Prediction(2.0, cells, (8, 8), (8.0, 8.0)), time_s=61.5))
@@ -493,9 +492,57 @@ def test_what_looks_like_a_model(model, tmp_path):
     assert is_model(str(model))
     assert is_model("some/where.onnx")
     assert is_model("owner/name")  # of a hub
+    assert is_model("owner/name@v1.2")
     assert is_model("box")
     for word in (tmp_path, tmp_path / "a.png", "a.jpg", "in/a.jpg", "in/a.mp4", "rtsp://a/b", "-"):
         assert not is_model(str(word))
+
+
+def test_a_model_that_is_named_and_not_there_is_not_replaced(tmp_path):
+    photo = picture(tmp_path / "a.png")
+    begun = tmp_path / "run"
+    begun.mkdir()
+    (begun / "run.json").write_text("{}")
+    assert "this run has no model yet" in error(begun, photo)
+    assert "phot: no such model, file or folder" in error("phot", photo)
+
+
+def test_a_folder_that_cannot_be_listed_is_passed_over(model, tmp_path, monkeypatch):
+    picture(tmp_path / "in" / "a.png")
+    picture(tmp_path / "in" / "locked" / "b.png")
+    scan = os.scandir
+
+    def deny(path):
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", deny)  # root may read everything
+    result = run(model, tmp_path / "in", "--json")
+    assert result.exit_code == 1
+    first, second = objects(result)
+    assert first["count"] >= 0
+    assert "locked" in second["file"]
+    assert "cannot be listed: Permission denied" in second["error"]
+
+
+def test_a_name_with_a_line_break(model, tmp_path):
+    path = picture(tmp_path / "in" / "a\nb.png")
+    points = ["--points", "folder", "--points-to", tmp_path / "p"]
+    for options in (["--overlay", tmp_path / "o"], points):
+        assert run(model, path, *options).exit_code == 0
+    assert (tmp_path / "o" / "a\nb.overlay.jpg").is_file()
+    assert (tmp_path / "p" / "images" / "a_b.png").is_file()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_in_a_line(model, tmp_path):
+    words = ["count", str(model), str(picture(tmp_path / "a.png")), "--csv", "/dev/full"]
+    done = subprocess.run(
+        [sys.executable, "-m", "p3net", *words], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "could not be written: No space left on device" in done.stderr
 
 
 def test_names_that_are_no_text(model, tmp_path):

@@ -86,6 +86,16 @@ def test_true_density_lies_on_the_predictions_grid(prediction):
     assert np.unravel_index(cells.argmax(), cells.shape) == (1, 1)
 
 
+def test_a_head_beyond_the_last_whole_cell_is_left_out():
+    """Networks that drop partial cells, as the authors' does, count 96 of 100 pixels."""
+    prediction = Prediction(0.0, np.zeros((12, 12), np.float32), (100, 100), (8.0, 8.0))
+    points = np.array([[50.0, 50.0], [99.0, 99.0]])
+    assert figures.truth_cells(points, prediction).sum() == pytest.approx(1)
+    red = np.asarray(figures.heat(np.eye(12), (100, 100)))[..., 0]
+    assert red[92, 92] > 150  # the last cell lies where it is, not stretched to the edge
+    assert red[99, 99] < 50
+
+
 def test_a_panel_holds_four_pictures_and_the_difference_has_the_right_sign(prediction):
     image = Image.new("RGB", (80, 64), (0, 90, 0))
     points = as_points([[60.0, 40.0]])

@@ -134,6 +134,23 @@ def test_repeated_points_are_a_warning(tmp_path):
     assert report.points == 2
 
 
+def test_points_as_shares_of_the_size_are_a_fault(tmp_path):
+    path = noise(tmp_path / "a.jpg")
+    report = check(dataset(member(path, [[0.2, 0.7], [0.9, 1.0]])), crop=None)
+    assert [(fault.kind, fault.severity) for fault in report.faults] == [("corner", "error")]
+    assert check(dataset(member(path, [[0.2, 0.7]])), crop=None).clean  # one head may be there
+
+
+@pytest.mark.parametrize(("most", "kinds"), [(4095, ["dark"]), (4096, []), (65535, [])])
+def test_twelve_bits_in_sixteen_are_a_warning(tmp_path, most, kinds):
+    numbers = np.random.default_rng(0).integers(0, most + 1, (30, 40)).astype(np.uint16)
+    numbers[0, 0] = most
+    Image.fromarray(numbers).save(tmp_path / "a.tiff")
+    report = check(dataset(member(tmp_path / "a.tiff")), crop=None)
+    assert [fault.kind for fault in report.faults] == kinds
+    assert report.clean
+
+
 def test_small_images_are_a_warning(tmp_path):
     wide = member(noise(tmp_path / "a.jpg", (300, 100)))
     report = check(dataset(wide), crop=101)

@@ -104,6 +104,14 @@ def test_images_and_points_in_two_folders(tmp_path: Path) -> None:
     }
 
 
+def test_own_pictures_and_runs_are_no_data(tmp_path: Path) -> None:
+    for name in ("a.jpg", "a.overlay.jpg", "runs/x/cache/b.png", "more/c.png"):
+        picture(tmp_path / name)
+    text(tmp_path / "a.txt", "1 1\n")
+    text(tmp_path / "runs" / "x" / "run.json", "{}")
+    assert set(read(tmp_path, "folder")) == {"train/a.jpg", "train/more/c.png"}
+
+
 def test_splits_by_folder_in_either_order(tmp_path: Path) -> None:
     for path in ("Train/images/a.png", "val/b.png", "test/images/c/d.png"):
         picture(tmp_path / "one" / path)
@@ -262,6 +270,26 @@ def test_coco_takes_one_point_a_person(tmp_path: Path) -> None:
     assert read(tmp_path, "coco") == found
     # The file alone: only what it lists.
     assert read(tmp_path / "labels.json", "coco") == {"train/a.jpg": expected, "train/b.jpg": []}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("head", "person"), [[1.5, 2.5]]),  # one person marked twice
+        (("car", "person"), [[4.5, 4.5]]),
+        (("car", "Person "), [[4.5, 4.5]]),
+        (("cell", "nucleus"), [[1.5, 2.5], [4.5, 4.5]]),
+    ],
+)
+def test_coco_with_several_categories(tmp_path: Path, names, expected) -> None:
+    picture(tmp_path / "a.jpg")
+    rows: list[dict[str, object]] = [
+        {"bbox": [0, 0, 3, 5], "category_id": 1},
+        {"bbox": [0, 0, 9, 9], "category_id": 2},
+    ]
+    categories = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
+    text(tmp_path / "labels.json", coco(rows, "a.jpg", categories=categories))
+    assert read(tmp_path, "coco") == {"train/a.jpg": expected}
 
 
 def test_coco_in_its_own_layout(tmp_path: Path) -> None:

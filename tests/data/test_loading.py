@@ -209,6 +209,18 @@ def test_points_follow_an_image_that_the_cache_shrank(tmp_path: Path) -> None:
         assert found > 3
 
 
+def test_an_image_that_the_cache_shrank_is_not_shrunk_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (400, 300)).save(path)
+    sample = Sample("a.png", partial(open_image, path), partial(_marks, ()), path=path)
+    stream = paired([sample], [], labelled_per_batch=1, unlabelled_per_batch=0)
+    for zoom, limit, shorter in ((0.5, 200, 150), (0.5, 120, 120), (2.0, 200, 200)):
+        augmentation = Augmentation(scale_range=(1, 1), crop=96, sizing=Sizing(limit, zoom))
+        for cache in (None, Cache(tmp_path / "c")):
+            (step,) = loader(stream, augmentation, seed=0, steps=1, cache=cache)
+            assert step.labelled.shorter_sides[0] == pytest.approx(shorter, rel=0.01)
+
+
 def broken(path: Path) -> Sample:
     """A picture that ends in the middle."""
     Image.effect_noise((64, 64), 90).save(path)

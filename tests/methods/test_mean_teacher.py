@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p3net import checkpoint
-from p3net.configuration import settings
+from p3net.configuration import PRESETS, settings
 from p3net.data.catalogue import open_dataset
 from p3net.data.loading import Step, paired
 from p3net.data.transforms import Augmentation
@@ -196,5 +196,20 @@ def test_settings_build_it_and_ask_for_a_teacher():
     assert isinstance(method, MeanTeacher)
     assert (method.teacher.decay, method.strong, method.hidden) == (0.95, 0.25, 0.5)
     assert len(prepared.stream.lanes) == 2
+    with pytest.raises(InputError, match="needs two views that differ; set strong"):
+        settings(given | {"strong": 0, "hidden": 0}, preset="paper")
     with pytest.raises(InputError, match=r"mean-teacher needs a teacher; set teacher: 0\.99"):
-        settings(given)
+        settings({**given, "teacher": 0})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rivals_are_as_their_papers_have_them_unless_told_otherwise(preset):
+    chosen = settings({"data": DATA, "method": "mean-teacher"}, preset=preset)
+    term = chosen.recipe.terms["mt"]
+    weights = [term.at(step, 0) for step in (0, term.ramp - 1)]
+    assert chosen.strong
+    assert weights == pytest.approx([term.weight * math.exp(-5), term.weight], rel=0.01)
+    own = settings({"data": DATA, "method": "mean-teacher", "strong": 0.1}, preset=preset)
+    assert own.strong == 0.1
+    ranked = settings({"data": DATA, "method": "l2r"}, preset=preset)
+    assert ranked.recipe.terms["l2r"].weight == 0.01

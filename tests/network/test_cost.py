@@ -7,7 +7,7 @@ from torch import nn
 from p3net.errors import InputError
 from p3net.network.cost import PAPER_MODELS, Cost, cost
 
-# parameters and multiply-adds in full, then those a counter of modules sees: SPEC §1, as printed
+# parameters and multiply-adds in full, then those a counter of modules sees; as printed
 PRINTED = {
     "BL": ("21.50", "60.73", "21.50", "60.73"),
     "VGG19+Trans": ("34.11", "69.34", "29.91", "65.57"),

@@ -101,7 +101,21 @@ def test_the_authors_grid_needs_one_position():
 
 # --- what the branches share -------------------------------------------------------------------
 
-# decoders, tokens, intervals: SPEC's table of variants, row by row; True where they are shared
+
+def test_distributions_and_counts_are_never_in_half_precision():
+    network = tiny()
+    images = torch.rand(1, 3, 64, 64)
+    exact = network(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network(images)
+    for part in (found.density, *found.logits, *found.probabilities, *found.expectations):
+        assert part.dtype == torch.float32
+    for p in found.probabilities:
+        torch.testing.assert_close(p.sum(1), torch.ones_like(p[:, 0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.density, exact.density, rtol=0.05, atol=0.05)
+
+
+# decoders, tokens, intervals: the paper's variants, row by row; True where they are shared
 SHARED = {
     "p3net": (False, False, False),
     "sdds": (True, False, False),

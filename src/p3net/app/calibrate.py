@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from p3net.evaluation import Coverage
 
 
+LEVEL = 0.9
+"""Of intervals, where none is asked for."""
+
+
 def calibrate(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A run's folder, or a file of weights.")
@@ -20,15 +24,19 @@ def calibrate(
     data: Data,
     *,
     split: Annotated[
-        str, typer.Option(metavar="SPLIT", help="Which images: val, train or test.")
-    ] = "val",
+        str | None,
+        typer.Option(
+            metavar="SPLIT",
+            help="Which images: val (the default; all of a folder without splits), train or test.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="OUT.safetensors", help="Where to write the calibrated model."),
     ] = None,
     level: Annotated[
         float, typer.Option(help="Level of the intervals whose coverage is printed.")
-    ] = 0.9,
+    ] = LEVEL,
     allow_trained: Annotated[
         bool,
         typer.Option(
@@ -40,12 +48,12 @@ def calibrate(
     """Scale a model's intervals by its errors on images it has not learned from.
 
     Use images like those to be counted, twenty or more; nine suffice for a level of 0.9. The
-    printed coverage is that of each image's interval, calibrated on all the others. The scores
-    are kept in the model, so that `p3net count --level` may ask for any level later.
+    printed coverage is that of each image's interval, calibrated on all the others. With --out
+    the scores are kept in the model, so that `p3net count --level` may ask for any level later.
     """
     from p3net import evaluation
     from p3net.app.console import progress
-    from p3net.app.evaluate import Unreadable, part, shared_roles
+    from p3net.app.evaluate import Unreadable, part, shared_roles, split_meant
     from p3net.checkpoint import load, save
     from p3net.data.catalogue import open_dataset
     from p3net.errors import InputError
@@ -55,7 +63,9 @@ def calibrate(
     if out is not None and out.suffix != ".safetensors":
         raise InputError("a model is written as .safetensors; name it so", source=out)
     counter = load(model)
-    images = part(open_dataset(data), split).where(lambda sample: sample.labelled)
+    dataset = open_dataset(data)
+    split = split or split_meant(dataset, "val")
+    images = part(dataset, split).where(lambda sample: sample.labelled)
     roles = shared_roles(counter, model, images) if not allow_trained else {}
     roles.pop("validation", None)
     if roles:

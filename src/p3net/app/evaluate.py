@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,12 +28,13 @@ def evaluate(
     data: Data,
     *,
     split: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SPLIT",
-            help="Which images: test, val, train, or a list.txt of training images.",
+            help="Which images: test (the default; all of a folder without splits), val, train, "
+            "or a list.txt of training images.",
         ),
-    ] = "test",
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="OUT.csv", help="Write a line for every image.")
     ] = None,
@@ -65,7 +66,9 @@ def evaluate(
     if csv is not None:
         _require_folder(csv)
     counter = load(model)
-    dataset = part(open_dataset(data), split)
+    images = open_dataset(data)
+    split = split or split_meant(images, "test")
+    dataset = part(images, split)
     notes = warnings(counter, model, dataset)
     for note in notes:
         stderr.print(f"WARNING: {note}", style="bold red", markup=False, soft_wrap=True)
@@ -107,6 +110,14 @@ class Unreadable:
         """End the command with code 1 if there were any."""
         if self.keys:
             raise typer.Exit(1)
+
+
+def split_meant(dataset: Dataset, usual: str) -> str:
+    """Where no split is given: the usual one, or all of a user's own images that have none."""
+    from p3net.data.catalogue import is_own
+
+    whole = is_own(dataset) and {sample.split for sample in dataset.samples} == {"train"}
+    return "train" if whole else usual
 
 
 def part(dataset: Dataset, split: str) -> Dataset:
@@ -153,31 +164,60 @@ def warnings(counter: Counter, model: str | Path, dataset: Dataset) -> list[str]
 
 
 def shared_roles(counter: Counter, model: str | Path, dataset: Dataset) -> dict[str, int]:
-    """How many of the images the model's own run used, by role; a run's folder keeps its lists.
+    """How many of the images the model's own run used, by role, or those that it went on from.
 
-    Images are the same where the kind of data and the key are; names of rendered scenes say
-    nothing without their seed and size.
+    A run's folder keeps its lists. Images are the same where the kind of data and the key are;
+    names of rendered scenes say nothing without their seed and size.
     """
-    from p3net.checkpoint import weights_file
+    from p3net.data.splits import ROLES
+
+    used: dict[str, set[str]] = {}
+    for record, folder in _ancestors(counter.metadata, model):
+        for key, role in _roles(record, folder, dataset).items():
+            used.setdefault(key, set()).add(role)
+    worst = [next(role for role in ROLES if role in roles) for roles in used.values()]
+    return {role: worst.count(role) for role in ROLES if role in worst}
+
+
+def _ancestors(
+    record: Mapping[str, Any], model: str | Path
+) -> Iterator[tuple[Mapping[str, Any], Path]]:
+    """The records of a model and of those it went on from, with their folders, the last first."""
+    from p3net import checkpoint
+
+    seen: set[Path] = set()
+    while (path := checkpoint.weights_file(model)) not in seen:
+        seen.add(path)
+        yield record, path.parent
+        model = str(record.get("settings", {}).get("weights", "none"))
+        if not checkpoint.is_model(model):
+            return
+        _, record = checkpoint.read(checkpoint.weights_file(model))
+
+
+def _roles(record: Mapping[str, Any], folder: Path, dataset: Dataset) -> dict[str, str]:
+    """What a run used each of the images for, by their keys."""
     from p3net.data import splits
     from p3net.data.catalogue import SURFACES, SYNTHETIC, origin
     from p3net.data.synthetic import parse_spec
 
-    kind = counter.metadata.get("kind")
-    folder = weights_file(model).parent / "split"
-    if kind is None or not folder.is_dir():
+    kind = record.get("kind")
+    if kind is None or not (folder / "split").is_dir():
         return {}
     rendered = dataset.kind == SYNTHETIC == kind
     if rendered:
-        specs = (counter.metadata["settings"]["data"], dataset.root)
+        specs = (record["settings"]["data"], dataset.root)
         one, two = (parse_spec(spec.partition(":")[2]) for spec in specs)
         if (one.seed, one.size_hw) != (two.seed, two.size_hw):
             return {}
-    split = splits.read(folder)
-    origins = (origin(dataset.kind, sample.key) for sample in dataset.samples)
-    asked = {each for each in origins if rendered or each[0] not in (SYNTHETIC, SURFACES)}
-    used = {role: {origin(kind, k) for k in split.keys(role)} for role in splits.ROLES[:-1]}
-    return {role: len(asked & keys) for role, keys in used.items() if asked & keys}
+    split = splits.read(folder / "split")
+    used = {origin(kind, key): role for role in splits.ROLES[:-1] for key in split.keys(role)}
+    origins = {sample.key: origin(dataset.kind, sample.key) for sample in dataset.samples}
+    return {
+        key: used[each]
+        for key, each in origins.items()
+        if each in used and (rendered or each[0] not in (SYNTHETIC, SURFACES))
+    }
 
 
 # --- what is written --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from p3net.data.images import to_rgb
 from p3net.errors import InputError
-from p3net.prediction import Prediction
+from p3net.prediction import Prediction, stretch
 from p3net.structures import Points, inside
 from p3net.targets import CELL, density
 
@@ -65,7 +65,7 @@ def heat(
         cell_xy: width and height of a cell in pixels of the image.
     """
     peak = float(cells.max()) if peak is None else peak
-    return colours(_spread(cells, size_hw, cell_xy) / max(peak, 1e-6))
+    return colours(stretch(cells, size_hw[::-1], cell_xy) / max(peak, 1e-6))
 
 
 def overlay(
@@ -77,21 +77,10 @@ def overlay(
 ) -> Image.Image:
     """The image, darkened where nobody was counted, with the density's heat where somebody was."""
     base = to_rgb(image)
-    size_hw = (base.height, base.width)
     peak = float(cells.max()) if peak is None else peak
-    shares = _spread(cells, size_hw, cell_xy).clip(0, None) / max(peak, 1e-6)
+    shares = stretch(cells, base.size, cell_xy).clip(0, None) / max(peak, 1e-6)
     opacity = Image.fromarray((255 * 0.8 * np.sqrt(shares.clip(0, 1))).round().astype(np.uint8))
     return Image.composite(colours(0.25 + 0.75 * shares), base, opacity)
-
-
-def _spread(
-    cells: NDArray[Any], size_hw: tuple[int, int], cell_xy: tuple[float, float]
-) -> NDArray[Any]:
-    """Values of cells at the pixels of the image, between neighbours linearly; H×W."""
-    (height, width), rows, columns = size_hw, *cells.shape
-    box = (0.0, 0.0, min(width / cell_xy[0], columns), min(height / cell_xy[1], rows))
-    plane = Image.fromarray(np.asarray(cells, np.float32))
-    return np.asarray(plane.resize((width, height), Image.Resampling.BILINEAR, box=box))
 
 
 class Tiles(NamedTuple):
@@ -126,7 +115,7 @@ def tiles(
     truth = truth_cells(truth_points, prediction)
     if peak is None:  # faint noise in an empty image is not to look like a crowd
         peak = max(float(truth.max()), float(prediction.density.max()), 0.05)
-    apart = _spread(prediction.density - truth, size_hw, cell_xy) / peak
+    apart = stretch(prediction.density - truth, size_hw[::-1], cell_xy) / peak
     return Tiles(
         to_rgb(image).resize(size_hw[::-1], Image.Resampling.LANCZOS),
         heat(truth, size_hw, peak=peak, cell_xy=cell_xy),
@@ -138,9 +127,10 @@ def tiles(
 def truth_cells(points_xy: Points, prediction: Prediction) -> Floats:
     """The true density on the grid of a prediction, h×w."""
     scale_xy = CELL / np.array(prediction.cell_xy)
-    shown = points_xy[inside(points_xy, prediction.size_hw)] * scale_xy
     rows, columns = prediction.density.shape
     size_hw = (rows * CELL, columns * CELL)
+    shown = points_xy[inside(points_xy, prediction.size_hw)] * scale_xy
+    shown = shown[inside(shown, size_hw)]  # a grid may leave out part of a cell at the edges
     cells: Floats = density(torch.from_numpy(shown), size_hw).numpy()
     return cells
 
@@ -295,8 +285,7 @@ def over_time(series: Sequence[tuple[float, Prediction]], *, dark: bool = False)
         many = len(times) > 60
         known = [p.interval for _, p in series if p.interval is not None]
         if len(known) == len(series):
-            low = [i.low for i in known]
-            high = [i.high if np.isfinite(i.high) else np.nan for i in known]
+            low, high = zip(*((i.low, i.high) for i in known), strict=True)
             words = f"{100 * known[0].level:g} % interval" + (
                 "" if known[0].calibrated else ", uncalibrated"
             )

@@ -179,6 +179,7 @@ def attention_sheet(
     counter: Counter, image: Image.Image, *, layer: int = -1, width: int = 200
 ) -> Image.Image:
     """The image, then one tile for every token of both branches, six in a row."""
+    import numpy as np
     from PIL import Image
 
     from p3net.app.figures import overlay
@@ -190,10 +191,25 @@ def attention_sheet(
     small = picture.resize(size, Image.Resampling.LANCZOS)
     cell_xy = (cell_xy[0] * size[0] / picture.width, cell_xy[1] * size[1] / picture.height)
     tiles = [(small, "image")]
+    dim = Image.blend(small, Image.new("RGB", size), 0.6)
     for letter, maps in (("A", first), ("B", second)):
         for token, map_ in enumerate(maps, start=1):
-            tiles.append((overlay(small, map_, cell_xy=cell_xy), f"{letter}{token}"))
+            broad = _broadened(map_, cell_xy)
+            peak = float(np.quantile(broad, 0.995))  # else one position outshines all others
+            tiles.append((overlay(dim, broad, peak=peak, cell_xy=cell_xy), f"{letter}{token}"))
     return sheet([tiles[i : i + COLUMNS] for i in range(0, len(tiles), COLUMNS)])
+
+
+def _broadened(
+    map_: NDArray[np.float32], cell_xy: tuple[float, float], spot_px: float = 6.0
+) -> NDArray[np.float32]:
+    """The largest value around each position, so that a single one is wide enough to be seen."""
+    import torch
+    from torch.nn import functional as F
+
+    reach = max(0, round((spot_px / min(cell_xy) - 1) / 2))
+    grid = torch.from_numpy(map_)[None]
+    return F.max_pool2d(grid, 2 * reach + 1, stride=1, padding=reach)[0].numpy()
 
 
 def attention_of(

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from p3net.app.sources import OVERLAY, Source, unique
+from p3net.app.sources import Source, unique
+from p3net.data.images import OVERLAY
 from p3net.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def line(row: Row) -> str:
     lines = [_figures(prediction) + row.source.shown + when]
     for name, region in prediction.regions.items():
         per_m2 = "" if region.per_m2 is None else f" ({region.per_m2:,.2f} per m²)"
-        lines.append(f"{_figures(region)}  {name}{per_m2}")
+        mark = ", uncalibrated" if region.interval and not region.interval.calibrated else ""
+        lines.append(f"{_figures(region)}  {name}{per_m2}{mark}")
     return "\n".join(lines)
 
 
@@ -84,8 +86,6 @@ def ends(interval: Interval | None) -> str:
     """An interval in few characters."""
     if interval is None:
         return "–"
-    if math.isinf(interval.high):
-        return f"{interval.low:,.0f} or more"
     digits = 0 if interval.high >= 100 else 1
     return f"{interval.low:,.{digits}f} – {interval.high:,.{digits}f}"
 
@@ -200,7 +200,7 @@ def csv_rows(path: Path, regions: Sequence[str]) -> Iterator[Sink]:
         raise InputError(f"a region called {twice[0]!r} would hide a column of --csv; rename it")
     try:
         with suppress(FileNotFoundError), path.open(newline="", encoding="utf-8") as file:
-            there = next(csv.reader(file), columns)
+            there = next(csv.reader(file), columns) if path.is_file() else columns
             if there != columns:
                 raise InputError(
                     f"already there with other columns ({', '.join(there[:3])}, …); give a new "
@@ -282,6 +282,7 @@ def points(layout: Layout, destination: Path) -> Iterator[Sink]:
     import shutil
     from tempfile import mkdtemp
 
+    from p3net.data.folders import plain_name
     from p3net.data.formats import convert
     from p3net.data.images import open_image
     from p3net.structures import Dataset, Marks, Sample, as_points
@@ -299,7 +300,7 @@ def points(layout: Layout, destination: Path) -> Iterator[Sink]:
         if row.prediction is None:
             return
         marks = Marks(as_points(row.prediction.points().xy))
-        name, path = unique(row.name, taken), Path(row.source.place)
+        name, path = unique(plain_name(row.name), taken), Path(row.source.place)
         if row.image is not None:
             name = str(Path(name).with_suffix(".png"))
             path = waiting / f"{len(samples)}.png"

@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from p3net.data.folders import files_below
-from p3net.data.images import MAX_BYTES, is_image_name, natural_order
+from p3net.data.images import MAX_BYTES, is_image_name, is_overlay, natural_order
 from p3net.data.video_source import is_stream, is_video_name, public_name
 from p3net.errors import InputError
-
-OVERLAY = ".overlay.jpg"
-"""How the names of overlays end; folders and patterns pass over them."""
-
-MODEL_SUFFIXES = (".safetensors", ".pth", ".pt", ".onnx", ".xml")
 
 _FETCH_TIMEOUT_S = 20.0
 
@@ -49,6 +44,13 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 
     first, *others = words
     if not is_model(first) or (not others and _is_missing(first)):
+        if (Path(first) / "run.json").is_file():
+            raise InputError(
+                "this run has no model yet; continue it with p3net train --out … --resume",
+                source=first,
+            )
+        if others and _is_no_source(first):
+            raise InputError("no such model, file or folder", source=first)
         return BOX, list(words)
     if not others:
         raise InputError("nothing to count; give images, folders, videos or - after the model")
@@ -62,19 +64,26 @@ def _is_missing(word: str) -> bool:
     return not Path(word).exists() and Path(word).suffix == "" and not is_elsewhere(word)
 
 
+def _is_no_source(word: str) -> bool:
+    """Whether a word can be nothing to count: a path that leads nowhere and has no ending."""
+    here = Path(word).exists() or is_stream(word) or glob.has_magic(word)
+    return not here and word != "-" and Path(word).suffix == ""
+
+
 def is_model(word: str) -> bool:
     """Whether a word looks like a model: weights, a folder with weights, or OWNER/NAME of a hub."""
     from p3net.checkpoint import BOX, NAMES
+    from p3net.hub import MODEL_SUFFIXES, is_name
 
     path = Path(word)
     if word == BOX and not path.exists():
         return True
     if path.is_dir():
-        return any((path / name).is_file() for name in NAMES)
+        return os.access(path, os.X_OK) and any((path / name).is_file() for name in NAMES)
     if path.exists() or path.suffix in MODEL_SUFFIXES:
         return path.suffix in MODEL_SUFFIXES
     media = is_image_name(word) or is_video_name(word) or is_stream(word)
-    return not media and re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+    return not media and is_name(word)
 
 
 def plan(words: Sequence[str]) -> list[Source]:
@@ -102,27 +111,36 @@ def _meaning(word: str) -> Iterator[Source]:
             kind = "picture"
         yield Source(kind, word, shown, re.sub(r"[^\w.-]+", "_", bare).strip("_.") or "stream")
     elif path.is_dir():
-        yield from _media(_below(path)) or [_missing(word, "no images or videos in it")]
+        refused: list[Source] = []
+        found = _media(_below(path, refused))
+        yield from found + refused or [_missing(word, "no images or videos in it")]
     elif path.exists():
         yield _file(path)
     elif glob.has_magic(word):
         # Path.glob takes no absolute patterns
         matches = [Path(match) for match in glob.glob(word, recursive=True)]  # noqa: PTH207
-        files = {f: None for m in matches for f in (_below(m) if m.is_dir() else [m])}
-        yield from _media(list(files)) or [_missing(word, "no image or video matches")]
+        refused = []
+        files = {f: None for m in matches for f in (_below(m, refused) if m.is_dir() else [m])}
+        found = _media(list(files))
+        yield from found + refused or [_missing(word, "no image or video matches")]
     else:
         yield _missing(word, "no such file or folder")
 
 
-def _below(folder: Path) -> list[Path]:
-    return [path for _, path in files_below(folder)]
+def _below(folder: Path, refused: list[Source]) -> list[Path]:
+    """The files below a folder; folders that cannot be listed are added to `refused`."""
+
+    def refuse(error: OSError) -> None:
+        refused.append(_missing(str(error.filename), f"cannot be listed: {error.strerror}"))
+
+    return [path for _, path in files_below(folder, refuse)]
 
 
 def _media(files: Sequence[Path]) -> list[Source]:
     wanted = [
         path
         for path in files
-        if (is_image_name(path) or is_video_name(path)) and not path.name.endswith(OVERLAY)
+        if (is_image_name(path) or is_video_name(path)) and not is_overlay(path)
     ]
     return [_file(path) for path in sorted(wanted, key=natural_order)]
 
@@ -157,7 +175,9 @@ def unique(name: str, taken: set[str]) -> str:
     >>> unique("A.jpg", taken), unique("a.jpg", taken), unique("b/a.jpg", taken)
     ('A-2.jpg', 'a-3.jpg', 'b/a.jpg')
     """
-    stem, ending = re.fullmatch(r"(.*?)((?:\.overlay)?\.[^./]*)?", name).groups()  # type: ignore[union-attr]
+    stem, ending = re.fullmatch(  # type: ignore[union-attr]
+        r"(.*?)((?:\.overlay)?\.[^./]*)?", name, re.DOTALL
+    ).groups()
     candidate, number = name, 1
     while candidate.lower() in taken:
         number += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -139,13 +141,16 @@ def train(
         with (
             _display(chosen.recipe.steps, shown=shown) as show,
             _event_files(folder, wanted=tensorboard and world.rank == 0) as record,
+            _at_the_next_step(alone=world.size == 1) as stopped,
         ):
 
             def report(progress: Progress) -> None:
                 show(progress)
                 record(progress)
 
-            experiment.run(prepared, folder, report=report, resume=resume, world=world)
+            experiment.run(
+                prepared, folder, report=report, stopped=stopped, resume=resume, world=world
+            )
         if shown:
             _summarise(prepared, folder)
     except KeyboardInterrupt:
@@ -220,8 +225,7 @@ def _new_place(given: Mapping[str, Any]) -> bool:
 
     On a published set a figure from few labels would be none if all labels had been seen before.
     """
-    from p3net.data.catalogue import open_dataset
-    from p3net.experiment import is_own
+    from p3net.data.catalogue import is_own, open_dataset
 
     return "data" in given and is_own(open_dataset(str(given["data"])))
 
@@ -260,11 +264,40 @@ def _default_folder(given: Mapping[str, Any], *, resume: bool) -> Path:
         )
     data = str(given["data"]).partition("?")[0].rstrip("/")
     words = re.findall(r"\w+", re.split(r"[/\\]", data)[-1])
+    words = words or re.findall(r"\w+", Path(data).resolve().name)  # of . and ..
     words += re.findall(r"\w+", Path(str(given.get("labelled", ""))).stem)
     return Path("runs") / "-".join(words)
 
 
 # --- while it runs -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _at_the_next_step(*, alone: bool) -> Iterator[Callable[[], bool]]:
+    """Let a signal to stop wait for the step's end, so that nothing is lost; a second one does not.
+
+    Only of a process that trains alone: several would stop at different steps.
+    """
+    asked = threading.Event()
+    if not alone or threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: how for each, how in before.items() if how is not signal.SIG_IGN}
+
+    def ask(_number: int, _frame: object) -> None:
+        asked.set()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        typer.echo("\nstopping after this step; again to stop at once", err=True)
+
+    try:
+        for each in before:
+            signal.signal(each, ask)
+        yield asked.is_set
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _announce(prepared: Prepared, folder: Path, processes: int) -> None:
@@ -425,11 +458,28 @@ def _summarise(prepared: Prepared, folder: Path) -> None:
     for each in at[-1:]:
         figures = (f"{name.upper()} {each[name]:.2f}" for name in each if name != "step")
         rows["validation"] = "  ".join(figures)
+    rows["intervals"] = _intervals(record, folder)
     for name, text in rows.items():
         console.print(f"{name:11s}{text}", markup=False, soft_wrap=True)
     if prepared.settings.test_as_validation:
         console.print("Chosen on the test images: do not report its test figures.", soft_wrap=True)
     console.print(f"\nNext: {_next(prepared, folder)}", markup=False, soft_wrap=True)
+
+
+def _intervals(record: Mapping[str, Any], folder: Path) -> str:
+    """Whether the model's intervals are calibrated, and how they become it."""
+    from p3net.app.calibrate import LEVEL, fewest
+    from p3net.uncertainty import Calibration
+
+    known = Calibration.of(record)
+    images = 0 if known is None else len(known.scores)
+    if known is not None and known.multiplier(LEVEL, 0)[1]:
+        return f"calibrated on {images} validation images"
+    why = f"it takes {fewest(LEVEL)} images that it has not learned from, there were {images}"
+    if known is not None and known.chose:
+        why = "the validation images chose the model"
+    model = folder / "model.safetensors"
+    return f"uncalibrated: {why}; mark others, then: p3net calibrate {folder} OTHERS --out {model}"
 
 
 def _next(prepared: Prepared, folder: Path) -> str:

@@ -5,6 +5,7 @@ A path is recognised by its contents. Several are joined by ` + `.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,11 +81,19 @@ def origin(kind: str, key: str) -> tuple[str, str]:
 
     >>> origin("joined", "train/sha/IMG_1.jpg"), origin("sha", "train/IMG_1.jpg")
     (('sha', 'train/IMG_1.jpg'), ('sha', 'train/IMG_1.jpg'))
+    >>> origin("joined", "train/folder-2/a/b.jpg")
+    ('folder', 'train/a/b.jpg')
     """
     if kind != JOINED:
         return kind, key
     split, part, name = key.split("/", 2)
-    return part, f"{split}/{name}"
+    return re.sub(r"-\d+$", "", part), f"{split}/{name}"
+
+
+def is_own(dataset: Dataset) -> bool:
+    """Whether these are a user's own images: some are, and none are of a published set."""
+    kinds = {origin(dataset.kind, sample.key)[0] for sample in dataset.samples}
+    return bool(kinds & FORMATS.keys()) and not kinds & BENCHMARKS.keys()
 
 
 def _names_a_kind(kind: str, colon: str) -> bool:

@@ -25,12 +25,14 @@ FAULTS: dict[str, str] = {
     "number": "the annotation's own number of people is not its number of points",
     "orphan": "an annotation has no image",
     "outside": "points lie outside the image",
+    "corner": "all points lie in the first pixel: shares of the size instead of pixels?",
     "duplicate": "a point occurs more than once",
+    "dark": "numbers of 16 bits that use 12 of them or fewer: it will look black",
     "small": "the image is smaller than the crop and will be scaled up",
 }
 """Kinds of faults, the gravest first."""
 
-WARNINGS = frozenset({"duplicate", "small"})  # published sets repeat a few points
+WARNINGS = frozenset({"duplicate", "dark", "small"})  # published sets repeat a few points
 """Kinds that need nothing done: they do not make a dataset faulty."""
 
 _GREY_MODES = ("1", "L", "I", "F")  # Pillow's; LAB, the one exception, is refused on decoding
@@ -204,6 +206,8 @@ def _look(kind: str, sample: Sample, crop: int | None) -> _Look:
         with sample.open() as opened:
             grey = opened.mode.startswith(_GREY_MODES)
             image = to_rgb(opened)
+            if opened.mode.startswith("I") and (most := int(np.asarray(opened).max())) <= 4095:
+                faults.append(Fault(file, "dark", f"the brightest pixel has {most} of 65,535"))
             size_hw, colourless = (image.height, image.width), not grey and _is_colourless(image)
     except InputError as error:
         faults.append(Fault(error.source or file, "image", error.message))
@@ -235,7 +239,10 @@ def _judge_points(
         x, y = points[~within][0]
         message = f"{(~within).sum()} of {len(points)} points, the first at ({x:g}, {y:g})"
         faults.append(Fault(file, "outside", message))
-    repeated = len(points) - len(np.unique(points, axis=0))
+    different = len(np.unique(points, axis=0))
+    if different > 1 and (points <= 1).all():
+        faults.append(Fault(file, "corner", f"{len(points)} points of 0 to 1"))
+    repeated = len(points) - different
     if repeated:
         faults.append(Fault(file, "duplicate", f"{repeated} of {len(points)} points are repeated"))
     return len(points)

@@ -60,18 +60,17 @@ def parse_coco(data: bytes, source: Path) -> list[Entry]:
     """One point a person: the visible keypoints of the head, else all visible, else the box.
 
     Several keypoints give their mean. Regions marked `iscrowd` are left out. Where one of
-    several categories is called head or person, only that one counts.
+    several categories is called head, or else person, only that one counts.
     """
     tree = dict_of(json_of(data, source), "the file", source)
     heads: dict[int | str, list[int]] = {}
-    people: set[int | str] = set()
+    named: dict[str, set[int | str]] = {"head": set(), "person": set()}
     for value in list_of(tree.get("categories", []), "categories", source):
         category = dict_of(value, "a category", source)
         key = _key(category.get("id"), "the id of a category", source)
         names = list_of(category.get("keypoints", []), "keypoints of a category", source)
         heads[key] = [index for index, name in enumerate(names) if name in _HEAD]
-        if category.get("name") in ("head", "person"):
-            people.add(key)
+        named.get(str(category.get("name")).strip().lower(), set()).add(key)
     images: dict[int | str, tuple[str, list[dict[str, object]]]] = {}
     for value in list_of(tree.get("images"), "images", source):
         image = dict_of(value, "an image", source)
@@ -79,13 +78,19 @@ def parse_coco(data: bytes, source: Path) -> list[Entry]:
         if key in images:
             raise InputError(f"two images have the id {show(key)}", source=source)
         images[key] = (text_of(image.get("file_name"), "file_name", source), [])
+    marked: list[tuple[int | str, int | str, dict[str, object]]] = []
     for value in list_of(tree.get("annotations", []), "annotations", source):
         annotation = dict_of(value, "an annotation", source)
         key = _key(annotation.get("image_id"), "image_id", source)
         if key not in images:
             raise InputError(f"an annotation names the unknown image {show(key)}", source=source)
         category_id = _key(annotation.get("category_id", 0), "category_id", source)
-        if not annotation.get("iscrowd") and (not people or category_id in people):
+        if not annotation.get("iscrowd"):
+            marked.append((key, category_id, annotation))
+    used = {category_id for _, category_id, _ in marked}
+    people = (named["head"] & used) or named["person"] or named["head"]
+    for key, category_id, annotation in marked:
+        if not people or category_id in people:
             images[key][1].append(annotation)
     return [
         Entry(name, partial(_coco_marks, rows, heads, source) if "annotations" in tree else None)

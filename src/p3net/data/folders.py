@@ -12,7 +12,7 @@ import posixpath
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from p3net.data.annotations import Item
-from p3net.data.images import is_image_name, to_rgb, upright_size_hw
+from p3net.data.images import is_image_name, is_overlay, to_rgb, upright_size_hw
 from p3net.errors import InputError
 from p3net.structures import Dataset, Sample
 
@@ -94,6 +94,8 @@ class Tree:
         images: dict[str, Path] = {}
         others: dict[str, Path] = {}
         for relative, path in files_below(root):
+            if is_overlay(path):
+                continue
             if is_image_name(path):
                 images[relative] = path
             else:
@@ -158,13 +160,19 @@ def _only(found: list[str], split: str | None, reference: str, source: Path) -> 
     return found[0] if found else None
 
 
-def files_below(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below a folder with its path there; nothing hidden, links followed once."""
+def _refuse(error: OSError) -> None:
+    raise InputError(f"cannot be listed: {error.strerror}", source=error.filename) from None
+
+
+def files_below(
+    root: Path, refuse: Callable[[OSError], None] = _refuse
+) -> Iterator[tuple[str, Path]]:
+    """Every file below a folder with its path there; nothing hidden, links followed once.
+
+    Nothing of a run's folder further down either; `refuse` is told of folders that cannot be
+    listed.
+    """
     seen: set[tuple[int, int]] = set()
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"cannot be listed: {error.strerror}", source=error.filename) from None
-
     for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
         status = Path(folder).stat()
         if (status.st_dev, status.st_ino) in seen:
@@ -173,6 +181,9 @@ def files_below(root: Path) -> Iterator[tuple[str, Path]]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         relative = Path(folder).relative_to(root)
+        if "run.json" in files and relative.parts:
+            folders.clear()
+            continue
         for name in sorted(files):
             if not name.startswith("."):
                 yield (relative / name).as_posix(), Path(folder, name)
@@ -240,11 +251,19 @@ def copy_images(dataset: Dataset, new: Path) -> list[tuple[str, Item]]:
     return written
 
 
+_ODD = re.compile(r"[\x00-\x1f\\\ud800-\udfff]")
+
+
+def plain_name(name: str) -> str:
+    """A name that every file system takes, as like the given one as can be."""
+    return _ODD.sub("_", name)
+
+
 def _file_name(sample: Sample) -> str:
     """The name as a path below a folder, ending as an image does."""
     name = sample.name
     hidden = any(part.startswith(".") or not part for part in name.split("/"))
-    if hidden or not re.fullmatch(r"[^\x00-\x1f\\\ud800-\udfff]+", name):
+    if hidden or _ODD.search(name):
         raise InputError("cannot be a file's name everywhere; rename the image", source=name)
     if sample.path is None:
         return name if name.lower().endswith(".png") else f"{name}.png"

@@ -35,6 +35,9 @@ IMAGE_SUFFIXES = (
 )
 """Endings, in lower case, of the files that are taken for images."""
 
+OVERLAY = ".overlay.jpg"
+"""How the names of our own pictures of counts end."""
+
 # A broken EXIF block is common in photographs, and then the image merely has no orientation.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
@@ -57,6 +60,15 @@ def is_image_name(path: str | Path) -> bool:
     """
     path = Path(path)
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+
+
+def is_overlay(path: str | Path) -> bool:
+    """Whether this is one of our own pictures of a count, which nobody wants to learn from.
+
+    >>> is_overlay("a/IMG_1.overlay.jpg"), is_overlay("a/IMG_1.jpg")
+    (True, False)
+    """
+    return Path(path).stem.endswith(OVERLAY.removesuffix(".jpg")) and is_image_name(path)
 
 
 def image_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -271,7 +271,7 @@ class _Maker(Dataset[_Made | InputError]):
                 sample, max_shorter_side=limit, backend=self.backend
             )
             size_hw = whole.shape[:2]
-            view = draw_view(size_hw, self.augmentation, rng)
+            view = draw_view(size_hw, _left(self.augmentation, shrunk_xy[0]), rng)
             pixels = apply_view(whole, view, backend=self.backend)
         points = None
         if sample.labelled:
@@ -280,6 +280,14 @@ class _Maker(Dataset[_Made | InputError]):
             points = apply_to_points(self.points[lane, index] * np.array(shrunk_xy), view)
         seed = int(rng.integers(1 << 62))
         return sample, pixels, min(size_hw) * view.scale_xy[0], points, seed
+
+
+def _left(augmentation: Augmentation, shrunk: float) -> Augmentation:
+    """What is left to do to an image that has been shrunk to the limit: its zoom holds for both."""
+    sizing = augmentation.sizing
+    if shrunk == 1:
+        return augmentation
+    return replace(augmentation, sizing=replace(sizing, zoom=sizing.zoom / shrunk))
 
 
 def _collect(crops: list[_Crop]) -> _Crops | None:

@@ -155,7 +155,7 @@ def draw(
     if not 1 <= wanted <= len(rest):
         raise InputError(
             f"{wanted} labelled images asked for; validation takes {total - len(rest)} of {total} "
-            f"annotated training images, which leaves {len(rest) or 'no'} to label",
+            f"annotated training images, which leaves {len(rest) or 'none'} to label",
             source=dataset.root,
         )
     if stratified:

@@ -54,7 +54,7 @@ _TURNS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The size at which whole images are learned from and counted (SPEC §6).
+    """The size at which whole images are learned from and counted.
 
     Attributes:
         max_shorter_side: images are no larger than this, px; larger ones are shrunk to it.
@@ -91,7 +91,7 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """What may happen to a training image (SPEC §4, §6).
+    """What may happen to a training image.
 
     Attributes:
         scale_range: the random scale is uniform between these.

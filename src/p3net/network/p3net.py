@@ -184,7 +184,15 @@ class P3Net(nn.Module):
         return crop(upsample(maps, (height, width)), size_hw)
 
     def read_out(self, refined: tuple[Tensor, Tensor], cells: Tensor) -> Output:
-        """Refined tokens B×C×d and features on the grid B×d×h×w → the output there."""
+        """Refined tokens B×C×d and features on the grid B×d×h×w → the output there.
+
+        Never in half precision, which rounds distributions that are nearly certain, and counts.
+        """
+        kind = cells.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            first, second = refined
+            with torch.autocast(kind, enabled=False):
+                return self.read_out((first.float(), second.float()), cells.float())
         arch = self.architecture
         scale = cells.shape[1] ** -0.5 if arch.scaled_logits else 1.0
         logits = tuple(modulate(tokens * scale, cells) for tokens in refined)
@@ -192,8 +200,8 @@ class P3Net(nn.Module):
         one, two = self.intervals
         expected = by_expectation(p, one), by_expectation(q, two)
         decode = DECODINGS[arch.decoding]
-        first, second = expected if decode is by_expectation else (decode(p, one), decode(q, two))
-        fused = FUSIONS[arch.fusion](p, q, first, second)
+        pair = expected if decode is by_expectation else (decode(p, one), decode(q, two))
+        fused = FUSIONS[arch.fusion](p, q, *pair)
         return Output(fused, logits, (p, q), expected)
 
     def attention_maps(self, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ def test_nothing_marked_cannot_be_trained_on(folder):
 def test_everything_for_validation_leaves_nothing_to_learn(folder):
     (folder / "IMG_1.txt").write_text("1 1\n")
     runs = Runs(folder, folder / ".p3net" / "runs")
-    with pytest.raises(InputError, match="leaves no to label"):
+    with pytest.raises(InputError, match="leaves none to label"):
         runs.start(steps=2, seed=1, validation=0.9)
 
 
@@ -104,11 +104,18 @@ def test_a_process_that_ignores_the_interrupt_is_killed(folder, tmp_path):
     run = tmp_path / "runs" / "1"
     run.mkdir(parents=True)
     lock = module.claim(run / "lock")
-    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(99)"
-    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(lock,))
+    code = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(99)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=(lock,), stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    with process.stdout as words:
+        assert words.readline() == b"deaf\n"
     os.pwrite(lock, str(process.pid).encode(), 0)
     os.close(lock)
-    time.sleep(0.5)
     Runs(folder, tmp_path / "runs").stop(1, patience_s=0.3)
     assert process.wait(10) == -signal.SIGKILL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException
@@ -11,7 +12,7 @@ from pydantic import BaseModel, Field
 from p3net.app.web import pictures
 from p3net.app.web.session import Session
 from p3net.app.web.store import State
-from p3net.app.web.wire import Body, Id, PointXY, in_worker, interval, legible, picture
+from p3net.app.web.wire import Body, Id, PointXY, in_worker, legible, picture
 from p3net.data.images import open_image
 from p3net.structures import as_points
 
@@ -110,10 +111,10 @@ def routes(session: Session) -> APIRouter:
 
         def job() -> dict[str, Any]:
             prediction = session.draft(entry)
-            found = prediction.points()
+            interval, found = prediction.interval, prediction.points()
             return {
                 "count": prediction.count,
-                "interval": interval(prediction.interval),
+                "interval": None if interval is None else asdict(interval),
                 "points": found.xy.round(1).tolist(),
                 "scores": found.scores.round(3).tolist(),
             }

@@ -21,7 +21,6 @@ THUMBNAIL = 192
 DIRECT = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp"}
 """Formats a browser gets as they are, where nothing must be turned or shrunk."""
 
-BLACK = Image.new("RGB", (THUMBNAIL, THUMBNAIL))
 
 _decoding = threading.BoundedSemaphore(2)
 

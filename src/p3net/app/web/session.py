@@ -212,11 +212,13 @@ class Session:
     def next(self, number: int) -> tuple[list[Next], int, int]:
         """Images to mark, how many the model has looked at, and of how many."""
         store = self.need_store()
-        entries = list(store.refresh().values())
+        entries = [entry for entry in store.refresh().values() if self._describe(entry) is not None]
+        if not entries:
+            return [], 0, 0
         marked = [i for i, entry in enumerate(entries) if store.marked(entry) is not None]
         unmarked = [entry for i, entry in enumerate(entries) if i not in set(marked)]
         self._scouting = True
-        features = np.stack([self._describe(entry) for entry in entries])
+        features = np.stack([self._features[entry.id] for entry in entries])
         estimates = dict(self._estimates)
         seen = [entry for entry in unmarked if entry.id in estimates]
         doubts: NDArray[np.float64] | None = None
@@ -241,12 +243,13 @@ class Session:
             raise NoFolderError
         return self.store
 
-    def _describe(self, entry: Entry) -> NDArray[np.float64]:
+    def _describe(self, entry: Entry) -> NDArray[np.float64] | None:
+        """What an image looks like, kept; None of a damaged one, which nobody can mark."""
         if entry.id not in self._features:
             try:
                 self._features[entry.id] = describe(pictures.small(entry.path))
-            except InputError:  # a damaged file looks like a black one; opening it says more
-                self._features[entry.id] = np.zeros_like(describe(pictures.BLACK))
+            except InputError:
+                return None
         return self._features[entry.id]
 
     # --- idle work -----------------------------------------------------------------------------
@@ -299,9 +302,7 @@ def _estimate(prediction: Prediction) -> Estimate:
         total = float(prediction.variance.sum(dtype=np.float64))
         doubt = (total / (prediction.count + 1)) ** 0.5
     low, high = (None, None) if interval is None else (interval.low, interval.high)
-    return Estimate(
-        prediction.count, low, high if high is None or np.isfinite(high) else None, doubt
-    )
+    return Estimate(prediction.count, low, high, doubt)
 
 
 def _why(proposal: Proposal, estimate: Estimate | None, *, first: bool) -> str:

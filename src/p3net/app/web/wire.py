@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 from fastapi import Path
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from p3net.app.web.session import Session
-from p3net.prediction import Interval
 
 T = TypeVar("T")
 
@@ -45,14 +43,6 @@ def grid(cells: NDArray[np.float32], cell_xy: tuple[float, float]) -> Response:
     headers = {"X-Grid": f"{rows} {columns}", "X-Cell": f"{cell_xy[0]!r} {cell_xy[1]!r}"}
     content = np.ascontiguousarray(cells, "<f4").tobytes()
     return Response(content, media_type="application/octet-stream", headers=headers)
-
-
-def interval(found: Interval | None) -> dict[str, Any] | None:
-    """Ready for JSON, which has no infinity."""
-    if found is None:
-        return None
-    high = found.high if np.isfinite(found.high) else None
-    return {**dataclasses.asdict(found), "high": high}
 
 
 def legible(name: str) -> str:

@@ -74,7 +74,7 @@ async function show(count) {
 function interval(found) {
   if (!found) return "no interval: this model has no distribution";
   const level = `${Math.round(100 * found.level)} %`;
-  const range = found.high === null ? `at least ${whole(found.low)}` : `${whole(found.low)} to ${whole(found.high)}`;
+  const range = `${whole(found.low)} to ${whole(found.high)}`;
   return `${range} (${level}${found.calibrated ? "" : ", not calibrated"})`;
 }
 
