@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from p3net import checkpoint
 from p3net.app import cli, train
-from p3net.app.train import _Line
+from p3net.app.train_report import Line
 from p3net.errors import InputError
 from p3net.training import Progress
 
@@ -137,7 +137,7 @@ def test_quiet_prints_nothing(tmp_path):
 def test_the_line_of_figures_worked_by_hand():
     """Smoothed by 0.9; two steps in 4 s leave six steps 12 s."""
     now = iter((0.0, 1.0, 4.0))
-    line = _Line(8, clock=lambda: next(now))
+    line = Line(8, clock=lambda: next(now))
     line.text(Progress(1, {"pdm": 2.0}, {"mask_share": 0.5}, {"mae": 3.0}, 0.1, 10.0))
     text = line.text(Progress(2, {"pdm": 3.0}, {"mask_share": 0.6}, None, 0.1, 20.0))
     assert text == "pdm 2.1  mask 51%  MAE 3.0 at 1  11.0 images/s  0:12 left"
