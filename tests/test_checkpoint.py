@@ -256,6 +256,13 @@ def test_a_pickle_with_code_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_others_may_read_a_model_as_far_as_they_may_read_any_file(tmp_path):
+    (tmp_path / "plain").touch()
+    checkpoint.write(tmp_path / "a.safetensors", {"x": torch.ones(1)}, {})
+    modes = [(tmp_path / name).stat().st_mode for name in ("plain", "a.safetensors")]
+    assert modes[0] == modes[1]
+
+
 def test_a_model_is_put_on_the_device_that_is_asked_for():
     assert {each.device.type for each in checkpoint.load().network.parameters()} == {"cpu"}
     elsewhere = checkpoint.load(device="meta").network
